@@ -1,0 +1,88 @@
+"""The block-parallel backbone (DFlash): one pass gives every position of a draft.
+
+Features of the target's committed tokens are fused once into context rows and injected into every layer as extra
+keys and values. Context rows have no queries and never change between layers, so their keys and values are computed
+when a token is committed and cached for ever; a draft pass costs the rows of its block only.
+"""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from dspark_jax import attention, layers
+from dspark_jax.config import DrafterConfig
+
+_ones = nn.initializers.ones
+
+# Keys and values of one layer, [..., K, H] each.
+KeyValue = tuple[jax.Array, jax.Array]
+
+
+class DraftLayer(nn.Module):
+    """Pre-norm block whose queries come from block rows and whose keys come from context and block rows."""
+
+    config: DrafterConfig
+
+    def setup(self) -> None:
+        c = self.config
+        self.attn_norm = self.param("attn_norm", _ones, (c.d_model,))
+        self.q = self.param("q", layers.normal_init, (c.num_heads, c.head_dim, c.d_model))
+        self.kv = self.param("kv", layers.normal_init, (2, c.num_kv_heads, c.head_dim, c.d_model))
+        self.q_norm = self.param("q_norm", _ones, (c.head_dim,))
+        self.k_norm = self.param("k_norm", _ones, (c.head_dim,))
+        self.o = self.param("o", layers.normal_init, (c.d_model, c.num_heads, c.head_dim))
+        self.mlp_norm = self.param("mlp_norm", _ones, (c.d_model,))
+        self.gate = self.param("gate", layers.normal_init, (c.d_ff, c.d_model))
+        self.up = self.param("up", layers.normal_init, (c.d_ff, c.d_model))
+        self.down = self.param("down", layers.normal_init, (c.d_model, c.d_ff))
+
+    def key_value(self, x: jax.Array, table: tuple[jax.Array, jax.Array]) -> KeyValue:
+        """Rotated keys and values of rows x [..., D]. The same weights serve context and block rows."""
+        both = layers.linear(x, self.kv)
+        k = layers.rms_norm(both[..., 0, :, :], self.k_norm, self.config.norm_eps)
+        return layers.rotate(k, table), both[..., 1, :, :]
+
+    def __call__(
+        self, x_BAGD: jax.Array, table: tuple[jax.Array, jax.Array], context_BKTH: KeyValue, limit_BA: jax.Array
+    ) -> jax.Array:
+        c = self.config
+        u_BAGD = layers.rms_norm(x_BAGD, self.attn_norm, c.norm_eps)
+        q_BAGNH = layers.rms_norm(layers.linear(u_BAGD, self.q), self.q_norm, c.norm_eps)
+        k_BAGKH, v_BAGKH = self.key_value(u_BAGD, table)
+        out_BAGNH = attention.block_attention(
+            layers.rotate(q_BAGNH, table), *context_BKTH, k_BAGKH, v_BAGKH, limit_BA
+        )
+        x_BAGD = x_BAGD + layers.linear(out_BAGNH.reshape(*x_BAGD.shape[:-1], -1), self.o.reshape(c.d_model, -1))
+        normed_BAGD = layers.rms_norm(x_BAGD, self.mlp_norm, c.norm_eps)
+        return x_BAGD + layers.gated_mlp(normed_BAGD, self.gate, self.up, self.down)
+
+
+class Backbone(nn.Module):
+    """Context rows to per-layer keys and values; block rows to hidden states after the final norm."""
+
+    config: DrafterConfig
+
+    def setup(self) -> None:
+        c = self.config
+        self.fc = self.param("fc", layers.normal_init, (c.d_model, len(c.target_layer_ids), c.d_model))
+        self.hidden_norm = self.param("hidden_norm", _ones, (c.d_model,))
+        self.layers = [DraftLayer(c) for _ in range(c.num_layers)]
+        self.norm = self.param("norm", _ones, (c.d_model,))
+
+    def context(self, taps_BSMD: jax.Array, position_BS: jax.Array) -> list[KeyValue]:
+        """Per layer the keys and values [B, S, K, H] of target features [B, S, M, D] at their positions."""
+        c = self.config
+        taps_BSE = taps_BSMD.reshape(*taps_BSMD.shape[:2], -1)
+        fused_BSD = layers.rms_norm(layers.linear(taps_BSE, self.fc.reshape(c.d_model, -1)), self.hidden_norm, c.norm_eps)
+        table = layers.rotary_table(position_BS, c.head_dim, c.rope_theta)
+        return [layer.key_value(fused_BSD, table) for layer in self.layers]
+
+    def block(self, embedded_BAGD: jax.Array, anchor_BA: jax.Array, context_BKTH: list[KeyValue]) -> jax.Array:
+        """Hidden states [B, A, G, D] of blocks that start at `anchor` and see context strictly before it."""
+        c = self.config
+        position_BAG = anchor_BA[:, :, None] + jnp.arange(embedded_BAGD.shape[2])[None, None, :]
+        table = layers.rotary_table(position_BAG, c.head_dim, c.rope_theta)
+        x_BAGD = embedded_BAGD.astype(jnp.float32)
+        for layer, key_value in zip(self.layers, context_BKTH, strict=True):
+            x_BAGD = layer(x_BAGD, table, key_value, anchor_BA)
+        return layers.rms_norm(x_BAGD, self.norm, c.norm_eps)

@@ -1,0 +1,65 @@
+"""A loaded drafter: its shape, its trained weights and the parts it borrows from its target."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dspark_jax import target as target_lib
+from dspark_jax.config import ConfigError, DrafterConfig
+from dspark_jax.drafters import dspark
+from dspark_jax.drafters.base import DraftOutput, Frozen
+from dspark_jax.target import Target
+
+Params = dict[str, Any]
+_teacher_forced = jax.jit(dspark.teacher_forced, static_argnames=("config",))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Drafter:
+    config: DrafterConfig
+    params: Params
+    frozen: Frozen
+
+    def teacher_forced(
+        self, tokens_BS: jax.Array, taps_BSMD: jax.Array, anchors_BA: jax.Array, keep_BA: jax.Array | None = None
+    ) -> DraftOutput:
+        """Drafts of blocks that start at `anchors`, each slot fed the true token before it (DSpark, teacher forcing).
+
+        tokens [B, S] ids; taps [B, S, M, D] raw target features of `config.target_layer_ids`; anchors [B, A]
+        positions. Where `keep` is False a block is a filler: it is computed at position 0 and means nothing.
+        """
+        anchors_BA = jnp.asarray(anchors_BA, jnp.int32)
+        if keep_BA is not None:
+            anchors_BA = jnp.where(jnp.asarray(keep_BA, bool), anchors_BA, 0)
+        wanted = (len(self.config.target_layer_ids), self.config.d_model)
+        if taps_BSMD.ndim != 4 or taps_BSMD.shape[2:] != wanted:
+            raise ConfigError(f"target features have shape {taps_BSMD.shape}: expected [batch, sequence, {wanted}]")
+        tokens_BS = jnp.asarray(tokens_BS, jnp.int32)
+        return _teacher_forced(self.config, self.params, self.frozen, tokens_BS, jnp.asarray(taps_BSMD), anchors_BA)
+
+
+def frozen_parts(target_params: Params, draft_to_target: np.ndarray | None) -> Frozen:
+    """The target's embedding, and the rows of its head that the draft vocabulary needs."""
+    head_VD = target_lib.head_table(target_params)
+    if draft_to_target is None:
+        return Frozen(target_params["embed"], head_VD)
+    d2t_V = jnp.asarray(draft_to_target, jnp.int32)
+    return Frozen(target_params["embed"], head_VD[d2t_V], d2t_V)
+
+
+def load_drafter(path: str | Path, target: Target, dtype: str = "float32") -> Drafter:
+    """Loads a drafter checkpoint (DeepSpec format) for `target`; `dtype` is the compute dtype of its matrices.
+
+    The embedding and the head are the target's: copies in the checkpoint are compared with them, then dropped.
+    Raises ConfigError naming the key or tensor that is missing, unused, misshapen or made for another target.
+    """
+    from dspark_jax.weights.deepspec import read_drafter
+
+    if dtype not in ("float32", "bfloat16"):
+        raise ConfigError(f"dtype = {dtype!r}: expected 'float32' or 'bfloat16'")
+    config, params, draft_to_target = read_drafter(path, target)
+    return Drafter(config, target_lib.cast_params(params, dtype), frozen_parts(target.params, draft_to_target))

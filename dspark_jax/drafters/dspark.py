@@ -1,0 +1,180 @@
+"""The DSpark drafter: backbone, Markov head, confidence head. With rank 0 and no confidence it is DFlash.
+
+Training calls `teacher_forced`; decoding calls `commit` for newly accepted tokens and `propose` for a block. Both go
+through the same modules, so a drafter cannot be served differently from how it was trained.
+"""
+
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from dspark_jax import kv_cache
+from dspark_jax.config import DrafterConfig
+from dspark_jax.drafters import base
+from dspark_jax.drafters.backbone import Backbone, KeyValue
+from dspark_jax.drafters.base import DraftOutput, Frozen
+from dspark_jax.drafters.heads import ConfidenceHead, MarkovHead
+from dspark_jax.kv_cache import LayerCache
+from dspark_jax.layers import linear
+from dspark_jax.sampling import BlockSample, SamplingRows, sample_block
+
+Params = dict[str, Any]
+
+
+class DSparkModel(nn.Module):
+    config: DrafterConfig
+
+    def setup(self) -> None:
+        c = self.config
+        self.backbone = Backbone(c)
+        if c.markov_rank:
+            self.markov = MarkovHead(c.vocab_size, c.head_rows, c.markov_rank)
+        if c.confidence_head:
+            self.confidence_head = ConfidenceHead()
+
+    def context(self, taps_BSMD: jax.Array, position_BS: jax.Array) -> list[KeyValue]:
+        return self.backbone.context(taps_BSMD, position_BS)
+
+    def block(self, embedded_BAGD: jax.Array, anchor_BA: jax.Array, context_BKTH: list[KeyValue]) -> jax.Array:
+        """Hidden states [B, A, G, D] of the rows that are drafts."""
+        hidden_BAGD = self.backbone.block(embedded_BAGD, anchor_BA, context_BKTH)
+        return hidden_BAGD[:, :, self.config.block_size - self.config.num_drafts :]
+
+    def embed_previous(self, previous: jax.Array) -> jax.Array:
+        return self.markov.embed(previous)
+
+    def bias(self, embedded: jax.Array) -> jax.Array:
+        return self.markov.bias(embedded)
+
+    def confidence(self, hidden: jax.Array, embedded: jax.Array | None) -> jax.Array:
+        """Logits [...] from hidden [..., D] and the previous token's Markov row [..., r]."""
+        if self.config.confidence_with_markov:
+            assert embedded is not None
+            hidden = jnp.concatenate([hidden, embedded.astype(jnp.float32)], axis=-1)
+        return self.confidence_head(hidden)
+
+    def __call__(
+        self, taps_BSMD: jax.Array, embedded_BAGD: jax.Array, anchor_BA: jax.Array, previous_BAG: jax.Array
+    ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+        """Teacher-forced: hidden [B, A, G, D], Markov rows [B, A, G, r], confidence logits [B, A, G]."""
+        position_BS = jnp.broadcast_to(jnp.arange(taps_BSMD.shape[1])[None, :], taps_BSMD.shape[:2])
+        context = self.context(taps_BSMD, position_BS)
+        dtype = self.backbone.fc.dtype
+        context_BKTH = [(k.astype(dtype).swapaxes(1, 2), v.astype(dtype).swapaxes(1, 2)) for k, v in context]
+        hidden_BAGD = self.block(embedded_BAGD, anchor_BA, context_BKTH)
+        embedded = self.embed_previous(previous_BAG) if self.config.markov_rank else None
+        confidence = self.confidence(hidden_BAGD, embedded) if self.config.confidence_head else None
+        if self.is_initializing() and embedded is not None:
+            self.bias(embedded)
+        return hidden_BAGD, embedded, confidence
+
+
+class Proposal(NamedTuple):
+    """A drafted block and, with a confidence head, a logit a slot."""
+
+    sample: BlockSample
+    confidence_RG: jax.Array | None
+
+
+def _embed_block(config: DrafterConfig, frozen: Frozen, first_BA: jax.Array) -> jax.Array:
+    """[anchor, mask, mask, ...] through the target's embedding: [B, A, block_size, D]."""
+    masks = jnp.full((*first_BA.shape, config.block_size - 1), config.mask_token_id, first_BA.dtype)
+    return frozen.embed_VD[jnp.concatenate([first_BA[:, :, None], masks], axis=-1)]
+
+
+def init_params(config: DrafterConfig, rng: jax.Array) -> Params:
+    """Fresh float32 weights: Normal(0, 0.02), norms 1, biases 0 (DeepSpec's initialisation)."""
+    taps = jnp.zeros((1, 1, len(config.target_layer_ids), config.d_model))
+    block = jnp.zeros((1, 1, config.block_size, config.d_model))
+    previous = jnp.zeros((1, 1, config.num_drafts), jnp.int32)
+    return DSparkModel(config).init(rng, taps, block, jnp.zeros((1, 1), jnp.int32), previous)["params"]
+
+
+class BlockFeatures(NamedTuple):
+    """A teacher-forced pass before the vocabulary work."""
+
+    hidden_BAGD: jax.Array
+    embedded_BAGR: jax.Array | None
+    confidence_BAG: jax.Array | None
+
+
+def teacher_forced_features(
+    config: DrafterConfig, params: Params, frozen: Frozen, tokens_BS: jax.Array, taps_BSMD: jax.Array,
+    anchors_BA: jax.Array,
+) -> BlockFeatures:
+    """Everything of `teacher_forced` that does not grow with the vocabulary; training chunks the rest."""
+    first_BA = base.gather_positions(tokens_BS, anchors_BA)
+    previous_BAG = base.previous_tokens(tokens_BS, anchors_BA, config.num_drafts)
+    embedded_BAGD = _embed_block(config, frozen, first_BA)
+    return BlockFeatures(
+        *DSparkModel(config).apply({"params": params}, taps_BSMD, embedded_BAGD, anchors_BA, previous_BAG)
+    )
+
+
+def draft_logits(config: DrafterConfig, params: Params, frozen: Frozen, hidden: jax.Array, embedded: Any) -> jax.Array:
+    """Float32 logits [..., V] over the draft vocabulary, sequential head included."""
+    logits = linear(hidden, frozen.head_VD)
+    if config.markov_rank:
+        logits += DSparkModel(config).apply({"params": params}, embedded, method="bias")
+    return logits
+
+
+def teacher_forced(
+    config: DrafterConfig, params: Params, frozen: Frozen, tokens_BS: jax.Array, taps_BSMD: jax.Array,
+    anchors_BA: jax.Array,
+) -> DraftOutput:
+    """Drafts of the blocks at `anchors`, every slot fed the true token before it. See DraftOutput."""
+    features = teacher_forced_features(config, params, frozen, tokens_BS, taps_BSMD, anchors_BA)
+    logits = draft_logits(config, params, frozen, features.hidden_BAGD, features.embedded_BAGR)
+    return DraftOutput(logits, features.confidence_BAG)
+
+
+def init_caches(config: DrafterConfig, batch: int, length: int, dtype: jnp.dtype) -> list[LayerCache]:
+    return [
+        kv_cache.empty(batch, config.num_kv_heads, length, config.head_dim, dtype) for _ in range(config.num_layers)
+    ]
+
+
+def commit(
+    config: DrafterConfig, params: Params, caches: list[LayerCache], taps_BSMD: jax.Array, position_BS: jax.Array
+) -> list[LayerCache]:
+    """Adds the target's features of S tokens at their positions to the context caches.
+
+    Rows of tokens that turn out rejected may be among them: they lie at or beyond the next anchor, hence unseen,
+    and are overwritten when their position is committed.
+    """
+    context = DSparkModel(config).apply({"params": params}, taps_BSMD, position_BS, method="context")
+    return [kv_cache.append(cache, *kv, position_BS) for cache, kv in zip(caches, context, strict=True)]  # type: ignore[arg-type]
+
+
+def propose(
+    config: DrafterConfig, params: Params, frozen: Frozen, caches: list[LayerCache], first_R: jax.Array,
+    anchor_R: jax.Array, keys_RG: jax.Array, rows: SamplingRows, greedy: bool,
+) -> Proposal:
+    """Drafts G tokens a request after token `first` at position `anchor`: one parallel pass, then a scan.
+
+    `greedy` (static) says that every row has temperature 0, which needs no law at all.
+    """
+    model = DSparkModel(config)
+    embedded_RAGD = _embed_block(config, frozen, first_R[:, None])
+    hidden_RAGD = model.apply({"params": params}, embedded_RAGD, anchor_R[:, None], caches, method="block")
+    hidden_RGD = hidden_RAGD[:, 0]  # type: ignore[index]
+    base_RGV = linear(hidden_RGD, frozen.head_VD)
+
+    def embed_previous(previous: jax.Array) -> Any:
+        return model.apply({"params": params}, previous, method="embed_previous") if config.markov_rank else None
+
+    def step(_: None, previous_R: jax.Array, __: None) -> tuple[None, Any]:
+        if not config.markov_rank:
+            return None, jnp.zeros((previous_R.shape[0], 1))
+        return None, model.apply({"params": params}, embed_previous(previous_R), method="bias")
+
+    sample = sample_block(step, None, first_R, base_RGV, None, keys_RG, rows, frozen.draft_to_target_V, greedy)
+    confidence_RG = None
+    if config.confidence_head:
+        # Slot k's confidence sees the token before it and never its own, so it may gate that token's verification.
+        previous_RG = jnp.concatenate([first_R[:, None], sample.tokens_RG[:, :-1]], axis=1)
+        confidence_RG = model.apply({"params": params}, hidden_RGD, embed_previous(previous_RG), method="confidence")
+    return Proposal(sample, confidence_RG)  # type: ignore[arg-type]

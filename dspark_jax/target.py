@@ -1,0 +1,189 @@
+"""The frozen decoder-only target: logits, feature taps, cached forward. Llama-type and Qwen3-type blocks."""
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dspark_jax import attention, kv_cache, layers
+from dspark_jax.config import ConfigError, TargetConfig
+from dspark_jax.kv_cache import LayerCache
+
+Params = dict[str, Any]
+_ones = nn.initializers.ones
+
+
+class TargetOutput(NamedTuple):
+    """`hidden` is after the final norm; tap m is the raw output of layer tap_layers[m] (-1: the embedding)."""
+
+    logits_BSV: jax.Array
+    hidden_BSD: jax.Array
+    taps_BSMD: jax.Array
+
+
+class Features(NamedTuple):
+    """What a forward pass computes before the head."""
+
+    hidden_BSD: jax.Array
+    taps_BSMD: jax.Array
+    caches: list[LayerCache] | None
+
+
+class Block(nn.Module):
+    """One decoder layer: grouped-query attention with rotary positions, then a gated MLP, both pre-norm."""
+
+    config: TargetConfig
+
+    @nn.compact
+    def __call__(
+        self, x_BSD: jax.Array, position_BS: jax.Array, cache: LayerCache | None
+    ) -> tuple[jax.Array, LayerCache | None]:
+        c = self.config
+        group = c.num_heads // c.num_kv_heads
+        # One weight for q, k and v, grouped by key/value head: one dot, and a tensor-parallel split is by whole groups.
+        qkv = self.param("qkv", layers.normal_init, (c.num_kv_heads, group + 2, c.head_dim, c.d_model))
+        o = self.param("o", layers.normal_init, (c.d_model, c.num_heads, c.head_dim))
+        gate = self.param("gate", layers.normal_init, (c.d_ff, c.d_model))
+        up = self.param("up", layers.normal_init, (c.d_ff, c.d_model))
+        down = self.param("down", layers.normal_init, (c.d_model, c.d_ff))
+
+        normed_BSD = layers.rms_norm(x_BSD, self.param("attn_norm", _ones, (c.d_model,)), c.norm_eps)
+        qkv_BSKJH = layers.linear(normed_BSD, qkv)
+        q_BSNH = qkv_BSKJH[..., :group, :].reshape(*x_BSD.shape[:2], c.num_heads, c.head_dim)
+        k_BSKH, v_BSKH = qkv_BSKJH[..., group, :], qkv_BSKJH[..., group + 1, :]
+        if c.qk_norm:
+            q_BSNH = layers.rms_norm(q_BSNH, self.param("q_norm", _ones, (c.head_dim,)), c.norm_eps)
+            k_BSKH = layers.rms_norm(k_BSKH, self.param("k_norm", _ones, (c.head_dim,)), c.norm_eps)
+        table = layers.rotary_table(position_BS, c.head_dim, c.rope_theta)
+        q_BSNH, k_BSKH = layers.rotate(q_BSNH, table), layers.rotate(k_BSKH, table)
+        if cache is None:
+            k_BKTH, v_BKTH = (x.astype(qkv.dtype).swapaxes(1, 2) for x in (k_BSKH, v_BSKH))
+        else:
+            cache = k_BKTH, v_BKTH = kv_cache.append(cache, k_BSKH, v_BSKH, position_BS)
+        out_BSNH = attention.causal_attention(q_BSNH, k_BKTH, v_BKTH, position_BS)
+        x_BSD = x_BSD + layers.linear(out_BSNH.reshape(x_BSD.shape[:2] + (-1,)), o.reshape(c.d_model, -1))
+
+        normed_BSD = layers.rms_norm(x_BSD, self.param("mlp_norm", _ones, (c.d_model,)), c.norm_eps)
+        return x_BSD + layers.gated_mlp(normed_BSD, gate, up, down), cache
+
+
+class TargetModel(nn.Module):
+    """Token ids to hidden states. The residual stream is float32; dots run in the dtype of the weights."""
+
+    config: TargetConfig
+
+    @nn.compact
+    def __call__(
+        self,
+        tokens_BS: jax.Array,
+        position_BS: jax.Array,
+        caches: list[LayerCache] | None = None,
+        tap_layers: tuple[int, ...] = (),
+    ) -> Features:
+        c = self.config
+        table_VD = self.param("embed", layers.normal_init, (c.vocab_size, c.d_model))
+        if not c.tied_head:
+            self.param("head", layers.normal_init, (c.vocab_size, c.d_model))
+        x_BSD = table_VD[tokens_BS].astype(jnp.float32)
+        tapped = {-1: x_BSD}
+        new_caches = []
+        for i in range(c.num_layers):
+            x_BSD, cache = Block(c, name=f"layers_{i}")(x_BSD, position_BS, None if caches is None else caches[i])
+            tapped[i] = x_BSD
+            new_caches.append(cache)
+        hidden_BSD = layers.rms_norm(x_BSD, self.param("final_norm", _ones, (c.d_model,)), c.norm_eps)
+        taps = [tapped[layer] for layer in tap_layers]
+        taps_BSMD = jnp.stack(taps, axis=2) if taps else jnp.zeros((*x_BSD.shape[:2], 0, c.d_model), jnp.float32)
+        return Features(hidden_BSD, taps_BSMD, None if caches is None else new_caches)
+
+
+def features(
+    config: TargetConfig,
+    params: Params,
+    tokens_BS: jax.Array,
+    position_BS: jax.Array | None = None,
+    caches: list[LayerCache] | None = None,
+    tap_layers: tuple[int, ...] = (),
+) -> Features:
+    """The forward pass before the head; training, calibration, profiling and serving all call this one.
+
+    Without caches the S tokens attend to each other; with caches they are appended at `position_BS` first and
+    attend to everything at or before their own position.
+    """
+    if position_BS is None:
+        position_BS = jnp.broadcast_to(jnp.arange(tokens_BS.shape[1])[None, :], tokens_BS.shape)
+    model = TargetModel(config)
+    return model.apply({"params": params}, tokens_BS, position_BS, caches, tap_layers)  # type: ignore[return-value]
+
+
+def head_table(params: Params) -> jax.Array:
+    """The head [V, D]: its own, or the embedding where they are tied."""
+    return params.get("head", params["embed"])
+
+
+def logits(params: Params, hidden: jax.Array) -> jax.Array:
+    """Float32 logits [..., V] of post-norm hidden states [..., D]."""
+    return layers.linear(hidden, head_table(params))
+
+
+def init_caches(config: TargetConfig, batch: int, length: int, dtype: jnp.dtype) -> list[LayerCache]:
+    return [
+        kv_cache.empty(batch, config.num_kv_heads, length, config.head_dim, dtype) for _ in range(config.num_layers)
+    ]
+
+
+@functools.partial(jax.jit, static_argnames=("config", "tap_layers"))
+def _forward(config: TargetConfig, params: Params, tokens_BS: jax.Array, tap_layers: tuple[int, ...]) -> TargetOutput:
+    hidden_BSD, taps_BSMD, _ = features(config, params, tokens_BS, tap_layers=tap_layers)
+    return TargetOutput(logits(params, hidden_BSD), hidden_BSD, taps_BSMD)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Target:
+    """A loaded target: its shape, its weights (a plain nested dict), and its tokenizer where the files bring one."""
+
+    config: TargetConfig
+    params: Params
+    tokenizer: Any = None
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.params["embed"].dtype
+
+    def forward(self, tokens_BS: jax.Array, tap_layers: tuple[int, ...] = ()) -> TargetOutput:
+        """Full causal forward of right-padded token rows [B, S]; see TargetOutput. Raises ConfigError on bad ids."""
+        tokens = np.asarray(tokens_BS, np.int32)
+        if tokens.ndim != 2:
+            raise ConfigError(f"tokens have shape {tokens.shape}: expected two axes, [batch, sequence]")
+        if tokens.size and not 0 <= tokens.min() <= tokens.max() < self.config.vocab_size:
+            raise ConfigError(
+                f"token ids run from {tokens.min()} to {tokens.max()}: the vocabulary is 0..{self.config.vocab_size - 1}"
+            )
+        for layer in tap_layers:
+            if not -1 <= layer < self.config.num_layers:
+                raise ConfigError(f"tap layer {layer}: this target has layers -1..{self.config.num_layers - 1}")
+        return _forward(self.config, self.params, jnp.asarray(tokens), tuple(tap_layers))
+
+
+def load_target(path: str | Path, dtype: str = "float32") -> Target:
+    """Loads a target from a Hugging Face safetensors directory, a .gguf file, or the name "smollm2-135m".
+
+    `dtype` (float32 or bfloat16) is the compute dtype: weights and caches are held in it, softmax, norms, residual
+    stream and logits stay float32. Raises ConfigError naming the file or tensor that cannot be used.
+    """
+    from dspark_jax.weights.locate import read_target
+
+    if dtype not in ("float32", "bfloat16"):
+        raise ConfigError(f"dtype = {dtype!r}: expected 'float32' or 'bfloat16'")
+    config, params, tokenizer = read_target(path)
+    return Target(config, cast_params(params, dtype), tokenizer)
+
+
+def cast_params(params: Params, dtype: str) -> Params:
+    """Matrices in the compute dtype, norm scales (vectors) in float32."""
+    return jax.tree.map(lambda x: jnp.asarray(x, dtype if np.ndim(x) > 1 else "float32"), params)

@@ -1,0 +1,144 @@
+"""Writes the target's own answers to a file of prompts: a drafter must learn from what its target says.
+
+    python -m train.regenerate --target smollm2-135m --prompts prompts.jsonl --out answers.jsonl
+
+Every output line is one conversation: {"messages": [...], "finish": "stop" or "length", "prompt": line number,
+"sampling": {...}} and the other fields of its prompt. A run that is killed goes on where it stopped.
+"""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import tyro
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from dspark_jax import ConfigError, SamplingParams, Target, generate, load_target
+
+
+@dataclasses.dataclass(frozen=True)
+class Args:
+    """Regenerate answers with the target."""
+
+    prompts: Path
+    """JSONL: one prompt a line, {"turns": [text, ...]} (the first turn is answered)."""
+    out: Path
+    """JSONL to append to; lines already there are not made again."""
+    target: str = "smollm2-135m"
+    """safetensors directory, .gguf file, or smollm2-135m."""
+    dtype: str = "float32"
+    temperature: float = 0.7
+    top_p: float = 0.8
+    top_k: int = 20
+    greedy_fraction: float = 0.5
+    """Share of prompts answered at temperature 0, spread evenly: users decode greedily too."""
+    max_new_tokens: int = 256
+    max_prompt_tokens: int = 512
+    """Longer prompts are skipped and counted."""
+    batch_size: int = 64
+    seed: int = 0
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSONL file. Split on newline only: strings may hold U+2028. Raises ConfigError with the line."""
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file")
+    records = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{path}:{number}: not JSON ({error.msg}); fix or remove the line") from error
+        if not isinstance(record, dict):
+            raise ConfigError(f"{path}:{number}: expected a JSON object, found {type(record).__name__}")
+        records.append(record)
+    return records
+
+
+def _resume(out: Path) -> set[int]:
+    """Prompt numbers already answered. A last line that a kill cut short is removed."""
+    if not out.exists():
+        return set()
+    data = out.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    if len(whole) < len(data):
+        out.write_bytes(whole)
+    return {record["prompt"] for record in read_jsonl(out)}
+
+
+def _sampling(args: Args, number: int) -> SamplingParams:
+    greedy = int((number + 1) * args.greedy_fraction) > int(number * args.greedy_fraction)
+    return SamplingParams(0.0) if greedy else SamplingParams(args.temperature, args.top_k, args.top_p)
+
+
+def run(args: Args, target: Target) -> dict[str, int]:
+    """Answers what is not answered yet; returns counts of written and skipped prompts."""
+    if target.tokenizer is None:
+        raise ConfigError(f"{args.target}: has no tokenizer, so prompts cannot be encoded")
+    records = read_jsonl(args.prompts)
+    done = _resume(args.out)
+    counts = {"written": 0, "already there": len(done), "too long": 0, "empty": 0}
+    todo: list[tuple[int, list[int]]] = []
+    for number, record in enumerate(records):
+        turns = record.get("turns") or []
+        if not turns or not str(turns[0]).strip():
+            counts["empty"] += 1
+            continue
+        if number in done:
+            continue
+        ids = target.tokenizer.chat([{"role": "user", "content": turns[0]}], add_generation_prompt=True)
+        if len(ids) > args.max_prompt_tokens:
+            counts["too long"] += 1
+        else:
+            todo.append((number, ids))
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    columns = (TextColumn("answers"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
+    with args.out.open("a", encoding="utf-8") as out, Progress(*columns, disable=not todo) as progress:
+        task = progress.add_task("", total=len(todo), note="")
+        window = args.batch_size * 8
+        for start in range(0, len(todo), window):
+            # Sorting within a window saves padding and leaves the order of the file nearly as it was.
+            part = sorted(todo[start : start + window], key=lambda item: len(item[1]))
+            for first in range(0, len(part), args.batch_size):
+                batch = part[first : first + args.batch_size]
+                params = [_sampling(args, number) for number, _ in batch]
+                generations = generate(
+                    target, None, [ids for _, ids in batch], args.max_new_tokens, params,
+                    seed=args.seed + batch[0][0], eos_token_ids=target.config.eos_token_ids, batch_size=args.batch_size,
+                )  # fmt: skip
+                for (number, _), sampling, generation in zip(batch, params, generations, strict=True):
+                    stopped = generation.tokens[-1] in target.config.eos_token_ids
+                    record = {key: value for key, value in records[number].items() if key != "turns"}
+                    record |= {
+                        "messages": [
+                            {"role": "user", "content": records[number]["turns"][0]},
+                            {"role": "assistant", "content": target.tokenizer.decode(generation.tokens)},
+                        ],
+                        "finish": "stop" if stopped else "length",
+                        "prompt": number,
+                        "sampling": dataclasses.asdict(sampling),
+                    }
+                    out.write(json.dumps(record, ensure_ascii=False) + "\n")
+                out.flush()
+                counts["written"] += len(batch)
+                progress.update(task, advance=len(batch), note=f"{sum(len(g.tokens) for g in generations)} tokens")
+    return counts
+
+
+def main() -> int:
+    args = tyro.cli(Args, description=__doc__)
+    try:
+        counts = run(args, load_target(args.target, args.dtype))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(", ".join(f"{name}: {count}" for name, count in counts.items()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
