@@ -62,10 +62,10 @@ class Block(nn.Module):
         table = layers.rotary_table(position_BS, c.head_dim, c.rope_theta)
         q_BSNH, k_BSKH = layers.rotate(q_BSNH, table), layers.rotate(k_BSKH, table)
         if cache is None:
-            k_BKTH, v_BKTH = (x.astype(qkv.dtype).swapaxes(1, 2) for x in (k_BSKH, v_BSKH))
+            context = kv_cache.from_rows(k_BSKH, v_BSKH, kv_cache.compute_dtype(qkv.dtype))
         else:
-            cache = k_BKTH, v_BKTH = kv_cache.append(cache, k_BSKH, v_BSKH, position_BS)
-        out_BSNH = attention.causal_attention(q_BSNH, k_BKTH, v_BKTH, position_BS)
+            context = cache = kv_cache.append(cache, k_BSKH, v_BSKH, position_BS)
+        out_BSNH = attention.causal_attention(q_BSNH, *context, position_BS)
         x_BSD = x_BSD + layers.linear(out_BSNH.reshape(x_BSD.shape[:2] + (-1,)), o.reshape(c.d_model, -1))
 
         normed_BSD = layers.rms_norm(x_BSD, self.param("mlp_norm", _ones, (c.d_model,)), c.norm_eps)
@@ -132,6 +132,8 @@ def logits(params: Params, hidden: jax.Array) -> jax.Array:
 
 
 def init_caches(config: TargetConfig, batch: int, length: int, dtype: jnp.dtype) -> list[LayerCache]:
+    """Empty caches for weights of `dtype`."""
+    dtype = kv_cache.compute_dtype(dtype)
     return [
         kv_cache.empty(batch, config.num_kv_heads, length, config.head_dim, dtype) for _ in range(config.num_layers)
     ]

@@ -69,7 +69,8 @@ def block_acceptance(
     mass_RG = jnp.concatenate([mass_GR.T, jnp.zeros((num_rows, 1), jnp.float32)], axis=1)
     drafted_RG = weight_RG1[:, 1:]
     below_RG = mass_RG + 1.0 - drafted_RG
-    inner_RG = jnp.where(below_RG > 0, mass_RG / jnp.where(below_RG > 0, below_RG, 1.0), 1.0)
+    certain_RG = below_RG == 0  # false for a NaN target law, which then never passes
+    inner_RG = jnp.where(certain_RG, 1.0, mass_RG / jnp.where(certain_RG, 1.0, below_RG))
     index_RG = jnp.arange(1, num_drafts + 1)[None, :]
     length_RG = lengths_R[:, None]
     accept_RG = jnp.where(index_RG < length_RG, inner_RG, jnp.where(index_RG == length_RG, drafted_RG, 0.0))

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from dspark_jax import attention, layers
 from dspark_jax.config import DrafterConfig
+from dspark_jax.kv_cache import LayerCache
 
 _ones = nn.initializers.ones
 
@@ -43,14 +44,14 @@ class DraftLayer(nn.Module):
         return layers.rotate(k, table), both[..., 1, :, :]
 
     def __call__(
-        self, x_BAGD: jax.Array, table: tuple[jax.Array, jax.Array], context_BKTH: KeyValue, limit_BA: jax.Array
+        self, x_BAGD: jax.Array, table: tuple[jax.Array, jax.Array], cache: LayerCache, limit_BA: jax.Array
     ) -> jax.Array:
         c = self.config
         u_BAGD = layers.rms_norm(x_BAGD, self.attn_norm, c.norm_eps)
         q_BAGNH = layers.rms_norm(layers.linear(u_BAGD, self.q), self.q_norm, c.norm_eps)
         k_BAGKH, v_BAGKH = self.key_value(u_BAGD, table)
         out_BAGNH = attention.block_attention(
-            layers.rotate(q_BAGNH, table), *context_BKTH, k_BAGKH, v_BAGKH, limit_BA
+            layers.rotate(q_BAGNH, table), *cache, k_BAGKH, v_BAGKH, limit_BA
         )
         x_BAGD = x_BAGD + layers.linear(out_BAGNH.reshape(*x_BAGD.shape[:-1], -1), self.o.reshape(c.d_model, -1))
         normed_BAGD = layers.rms_norm(x_BAGD, self.mlp_norm, c.norm_eps)
@@ -77,12 +78,12 @@ class Backbone(nn.Module):
         table = layers.rotary_table(position_BS, c.head_dim, c.rope_theta)
         return [layer.key_value(fused_BSD, table) for layer in self.layers]
 
-    def block(self, embedded_BAGD: jax.Array, anchor_BA: jax.Array, context_BKTH: list[KeyValue]) -> jax.Array:
+    def block(self, embedded_BAGD: jax.Array, anchor_BA: jax.Array, caches: list[LayerCache]) -> jax.Array:
         """Hidden states [B, A, G, D] of blocks that start at `anchor` and see context strictly before it."""
         c = self.config
         position_BAG = anchor_BA[:, :, None] + jnp.arange(embedded_BAGD.shape[2])[None, None, :]
         table = layers.rotary_table(position_BAG, c.head_dim, c.rope_theta)
         x_BAGD = embedded_BAGD.astype(jnp.float32)
-        for layer, key_value in zip(self.layers, context_BKTH, strict=True):
-            x_BAGD = layer(x_BAGD, table, key_value, anchor_BA)
+        for layer, cache in zip(self.layers, caches, strict=True):
+            x_BAGD = layer(x_BAGD, table, cache, anchor_BA)
         return layers.rms_norm(x_BAGD, self.norm, c.norm_eps)

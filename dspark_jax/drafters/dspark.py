@@ -37,9 +37,9 @@ class DSparkModel(nn.Module):
     def context(self, taps_BSMD: jax.Array, position_BS: jax.Array) -> list[KeyValue]:
         return self.backbone.context(taps_BSMD, position_BS)
 
-    def block(self, embedded_BAGD: jax.Array, anchor_BA: jax.Array, context_BKTH: list[KeyValue]) -> jax.Array:
+    def block(self, embedded_BAGD: jax.Array, anchor_BA: jax.Array, caches: list[LayerCache]) -> jax.Array:
         """Hidden states [B, A, G, D] of the rows that are drafts."""
-        hidden_BAGD = self.backbone.block(embedded_BAGD, anchor_BA, context_BKTH)
+        hidden_BAGD = self.backbone.block(embedded_BAGD, anchor_BA, caches)
         return hidden_BAGD[:, :, self.config.block_size - self.config.num_drafts :]
 
     def embed_previous(self, previous: jax.Array) -> jax.Array:
@@ -61,9 +61,9 @@ class DSparkModel(nn.Module):
         """Teacher-forced: hidden [B, A, G, D], Markov rows [B, A, G, r], confidence logits [B, A, G]."""
         position_BS = jnp.broadcast_to(jnp.arange(taps_BSMD.shape[1])[None, :], taps_BSMD.shape[:2])
         context = self.context(taps_BSMD, position_BS)
-        dtype = self.backbone.fc.dtype
-        context_BKTH = [(k.astype(dtype).swapaxes(1, 2), v.astype(dtype).swapaxes(1, 2)) for k, v in context]
-        hidden_BAGD = self.block(embedded_BAGD, anchor_BA, context_BKTH)
+        dtype = kv_cache.compute_dtype(self.backbone.fc.dtype)
+        caches = [kv_cache.from_rows(k_BSKH, v_BSKH, dtype) for k_BSKH, v_BSKH in context]
+        hidden_BAGD = self.block(embedded_BAGD, anchor_BA, caches)
         embedded = self.embed_previous(previous_BAG) if self.config.markov_rank else None
         confidence = self.confidence(hidden_BAGD, embedded) if self.config.confidence_head else None
         if self.is_initializing() and embedded is not None:
@@ -132,6 +132,8 @@ def teacher_forced(
 
 
 def init_caches(config: DrafterConfig, batch: int, length: int, dtype: jnp.dtype) -> list[LayerCache]:
+    """Empty context caches for weights of `dtype`."""
+    dtype = kv_cache.compute_dtype(dtype)
     return [
         kv_cache.empty(batch, config.num_kv_heads, length, config.head_dim, dtype) for _ in range(config.num_layers)
     ]

@@ -1,0 +1,83 @@
+"""Tiny random models for tests: loud weights, so that logits differ and a fault shows; no compilation to make them."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dspark_jax.config import DrafterConfig, TargetConfig
+from dspark_jax.drafters import Drafter, dspark
+from dspark_jax.drafters.drafter import frozen_parts
+from dspark_jax.target import Target, TargetModel
+
+TARGET = TargetConfig(
+    family="qwen3",
+    vocab_size=40,
+    d_model=32,
+    d_ff=48,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,  # not d_model / num_heads
+    rope_theta=1e4,
+    norm_eps=1e-6,
+    max_length=512,
+    tied_head=False,
+)
+
+
+def fill(shapes: Any, seed: int) -> Any:
+    """Random float32 weights of these shapes: matrices keep the scale of what they multiply, norms are near 1."""
+    rng = np.random.default_rng(seed)
+
+    def draw(path: Any, leaf: Any) -> jax.Array:
+        name = path[-1].key
+        if name == "bias":
+            return jnp.asarray(rng.normal(size=leaf.shape), jnp.float32)
+        if len(leaf.shape) < 2:
+            return jnp.asarray(1 + 0.3 * rng.normal(size=leaf.shape), jnp.float32)
+        fan_in = 1 if name in ("embed", "w1") else np.prod(leaf.shape[1:]) if name in ("o", "fc") else leaf.shape[-1]
+        return jnp.asarray(rng.normal(size=leaf.shape) / np.sqrt(fan_in), jnp.float32)
+
+    return jax.tree_util.tree_map_with_path(draw, shapes)
+
+
+def make_target(seed: int = 0, **changes: Any) -> Target:
+    config = dataclasses.replace(TARGET, **changes)
+    ids = jnp.zeros((1, 1), jnp.int32)
+    shapes = jax.eval_shape(lambda: TargetModel(config).init(jax.random.key(0), ids, ids))["params"]
+    return Target(config, fill(shapes, seed))
+
+
+def make_drafter(target: Target, seed: int = 1, draft_to_target: np.ndarray | None = None, **changes: Any) -> Drafter:
+    """A two-layer drafter with both heads, four drafts a block, on two taps of `target`."""
+    t = target.config
+    config = DrafterConfig(
+        vocab_size=t.vocab_size,
+        d_model=t.d_model,
+        d_ff=t.d_ff,
+        num_layers=2,
+        num_heads=t.num_heads,
+        num_kv_heads=t.num_kv_heads,
+        head_dim=t.head_dim,
+        rope_theta=t.rope_theta,
+        norm_eps=t.norm_eps,
+        max_length=t.max_length,
+        target_layer_ids=(-1, t.num_layers - 2),
+        num_target_layers=t.num_layers,
+        block_size=4,
+        mask_token_id=t.vocab_size - 1,
+        markov_rank=8,
+        confidence_head=True,
+        confidence_with_markov=True,
+        draft_vocab_size=0 if draft_to_target is None else len(draft_to_target),
+    )
+    config = dataclasses.replace(config, **changes)
+    shapes = jax.eval_shape(lambda: dspark.init_params(config, jax.random.key(0)))
+    return Drafter(config, fill(shapes, seed), frozen_parts(target.params, draft_to_target))
+
+
+def random_tokens(seed: int, *shape: int, vocab_size: int = TARGET.vocab_size) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, vocab_size, shape).astype(np.int32)

@@ -1,0 +1,181 @@
+"""Conversations in JSONL files to token rows with a mask of what the target itself would have said."""
+
+import collections
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dspark_jax.config import ConfigError, DataSettings
+from dspark_jax.weights.tokenizer import ChatTokenizer
+
+_ROLES = {
+    "system": "system",
+    "user": "user", "human": "user",
+    "assistant": "assistant", "gpt": "assistant",
+    "tool": "tool", "function": "tool", "observation": "tool",
+}  # fmt: skip
+_PASSED_ON = ("tool_calls", "tool_call_id", "name")  # what chat templates read beside role and content
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Record:
+    """One conversation: ids [S] int32, and whether each is the assistant's own, hence supervised [S] bool.
+
+    `number` counts kept records in the order of the files; `split_key` in [0, 1) depends on the prompt's text alone.
+    `regenerated` says that train.regenerate wrote the answer, so it is the target's own.
+    """
+
+    tokens: np.ndarray
+    supervised: np.ndarray
+    number: int
+    split_key: float
+    regenerated: bool
+
+    @property
+    def prompt(self) -> list[int]:
+        """Ids up to the first answer, open for it: what the target is given when it decodes."""
+        return self.tokens[: int(np.argmax(self.supervised))].tolist()
+
+    @property
+    def anchors(self) -> np.ndarray:
+        """Positions where a block may start: the anchor and its first label are supervised (DeepSpec)."""
+        return np.flatnonzero(self.supervised[:-1] & self.supervised[1:]).astype(np.int32)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Conversations:
+    """What was kept of the files, and how many conversations were skipped for which reason."""
+
+    records: list[Record]
+    skipped: dict[str, int]
+    truncated: int
+
+
+class _Skip(Exception):
+    """This conversation cannot be used; the text is the reason that is counted."""
+
+
+def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Line numbers (from 1) and objects of a JSONL file, empty lines left out.
+
+    Lines end at a newline only, for strings may hold U+2028. Raises ConfigError naming file and line for what is not
+    UTF-8, not JSON or not an object.
+    """
+    path = Path(path)
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read it ({error.strerror})") from error
+    with file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            except UnicodeDecodeError as error:
+                raise ConfigError(f"{path}:{number}: not UTF-8 ({error.reason}); convert the file") from error
+            except json.JSONDecodeError as error:
+                raise ConfigError(f"{path}:{number}: not JSON ({error.msg}); fix or remove the line") from error
+            if not isinstance(record, dict):
+                raise ConfigError(f"{path}:{number}: expected a JSON object, found {type(record).__name__}")
+            yield number, record
+
+
+def load_conversations(settings: DataSettings, tokenizer: ChatTokenizer, vocab_size: int) -> Conversations:
+    """Reads, renders and tokenises all files of `settings.paths`.
+
+    A conversation that cannot be used is skipped and counted under its reason. Raises ConfigError for a broken file,
+    no file, a tokenizer without chat template, and when nothing is left.
+    """
+    if not settings.paths:
+        raise ConfigError("data paths is empty: name at least one JSONL file of conversations")
+    if not tokenizer.tokenizer.chat_template:
+        raise ConfigError("the target's tokenizer has no chat template, so it cannot render conversations")
+    records: list[Record] = []
+    skipped: collections.Counter[str] = collections.Counter()
+    truncated = 0
+    for path in settings.paths:
+        for line, raw in read_jsonl(path):
+            try:
+                messages = _messages(raw, f"{path}:{line}")
+                tokens, supervised = _tokenise(messages, raw.get("finish") == "length", tokenizer, vocab_size)
+                cut = len(tokens) > settings.max_length
+                tokens, supervised = _trim(tokens[: settings.max_length], supervised[: settings.max_length])
+                record = Record(tokens, supervised, len(records), _split_key(messages), "sampling" in raw)
+                if supervised.sum() < settings.min_supervised:
+                    raise _Skip(f"fewer than {settings.min_supervised} supervised tokens")
+                if not len(record.anchors):
+                    raise _Skip("no two supervised tokens in a row")
+            except _Skip as reason:
+                skipped[str(reason)] += 1
+                continue
+            records.append(record)
+            truncated += cut
+    if not records:
+        reasons = ", ".join(f"{reason}: {count}" for reason, count in skipped.most_common()) or "the files are empty"
+        raise ConfigError(f"data paths {', '.join(settings.paths)}: no usable conversation ({reasons})")
+    return Conversations(records, dict(skipped.most_common()), truncated)
+
+
+def _messages(raw: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    """The turns of a record in the common form, the last one an answer."""
+    turns = raw.get("messages", raw.get("conversations"))
+    if turns is None:
+        raise ConfigError(f"{where}: has neither 'messages' nor 'conversations'")
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        raise ConfigError(f"{where}: the turns of a conversation must be a list of objects with role and content")
+    messages = [_message(turn) for turn in turns]
+    if not messages:
+        raise _Skip("empty conversation")
+    answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    if not answers:
+        raise _Skip("no assistant turn")
+    if answers[0] == 0:
+        raise _Skip("starts with an assistant turn")
+    return messages[: answers[-1] + 1]
+
+
+def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
+    role = _ROLES.get(str(turn.get("role", turn.get("from"))).lower())
+    if role is None:
+        raise _Skip("unknown role")
+    content = turn.get("content", turn.get("value"))
+    if content is None and turn.get("tool_calls"):
+        content = ""
+    if not isinstance(content, str):
+        raise _Skip("content is not text")
+    return {"role": role, "content": content} | {key: turn[key] for key in _PASSED_ON if key in turn}
+
+
+def _tokenise(
+    messages: Sequence[Mapping[str, Any]], cut_off: bool, tokenizer: ChatTokenizer, vocab_size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    try:
+        ids, mask = tokenizer.chat_with_mask(messages)
+    except ConfigError as error:
+        raise _Skip("the chat template refuses it") from error
+    tokens, supervised = np.asarray(ids, np.int64), np.asarray(mask, bool)
+    if tokens.min() < 0 or tokens.max() >= vocab_size:
+        raise _Skip("token ids out of range")
+    if cut_off:
+        # A token limit ended this answer, not the target: the end-of-turn token is the template's.
+        supervised[np.flatnonzero(supervised)[-1]] = False
+    return tokens.astype(np.int32), supervised
+
+
+def _trim(tokens: np.ndarray, supervised: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Drops what follows the last supervised token: nothing is learnt there."""
+    length = int(np.max(np.flatnonzero(supervised), initial=0)) + 1
+    return tokens[:length], supervised[:length]
+
+
+def _split_key(messages: Sequence[Mapping[str, Any]]) -> float:
+    """A number in [0, 1) from the turns before the first answer, so that one prompt never falls on both sides."""
+    first = next(index for index, message in enumerate(messages) if message["role"] == "assistant")
+    text = json.dumps([[message["role"], message["content"]] for message in messages[:first]])
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64
