@@ -141,7 +141,7 @@ def _draft_round(
         models.drafter, weights.drafter, weights.frozen, state.draft_caches, state.newest_R, state.length_R,
         keys[:, :num_drafts], rows, models.greedy,
     )  # fmt: skip
-    block_RS = jnp.concatenate([state.newest_R[:, None], proposal.tokens_RG], axis=1)
+    block_RS = jnp.concatenate([state.newest_R[:, None], proposal.sample.tokens_RG], axis=1)
     position_RS = state.length_R[:, None] + jnp.arange(num_drafts + 1)[None, :]
     features = target_lib.features(
         models.target, weights.target, block_RS, position_RS, state.target_caches, models.drafter.target_layer_ids

@@ -47,6 +47,7 @@ def sampling_rows(params: Sequence[SamplingParams]) -> SamplingRows:
     )
 
 
+@jax.jit  # the searches below would be compiled anew at every eager call
 def request_law(logits: ArrayLike, temperature: ArrayLike, top_k: ArrayLike, top_p: ArrayLike) -> Array:
     """The law a request samples from: [..., V] logits -> [..., V] float32 probabilities.
 

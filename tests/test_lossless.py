@@ -190,12 +190,17 @@ def request_outputs(rule: str, r: int) -> np.ndarray:
     return round_outputs(rule, REQUESTS[r], by_block(REQUESTS[r])[1])[0]
 
 
+@functools.cache
+def shared_lengths(schedule) -> np.ndarray:
+    """Lengths of both requests [pairs of blocks, 2]."""
+    confidence = np.stack([by_block(REQUESTS[r])[2][PAIRS[:, r]] for r in range(2)], 1)
+    return np.asarray(jax.jit(jax.vmap(schedule))(confidence))
+
+
 def joint_error(rule: str, schedule) -> float:
     """Two requests share a schedule; the error of the joint law of both outputs."""
-    laws = [by_block(tables) for tables in REQUESTS]
-    confidence = np.stack([laws[r][2][PAIRS[:, r]] for r in range(2)], 1)
-    lengths = np.asarray(jax.jit(jax.vmap(schedule))(jnp.asarray(confidence)))
-    weights = np.prod([block_weights(laws[r][1])[PAIRS[:, r]] for r in range(2)], axis=0)
+    lengths = shared_lengths(schedule)
+    weights = np.prod([block_weights(by_block(REQUESTS[r])[1])[PAIRS[:, r]] for r in range(2)], axis=0)
     joint = np.zeros((len(SEQUENCES), len(SEQUENCES)))
     for pair in itertools.product(range(G + 1), repeat=2):  # blocks drafted with these lengths: a weight matrix
         weight = np.where(np.all(lengths == pair, axis=1), weights, 0.0).reshape(len(BLOCKS), len(BLOCKS))

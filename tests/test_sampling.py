@@ -1,5 +1,7 @@
 """Request laws against a sorting reference, exact draws, and the block sampler."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,15 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from dspark_jax.config import SamplingParams
-from dspark_jax.sampling import SamplingRows, request_law, sample_block, sample_law, sample_rows, sampling_rows
+from dspark_jax.sampling import (
+    BlockSample,
+    SamplingRows,
+    request_law,
+    sample_block,
+    sample_law,
+    sample_rows,
+    sampling_rows,
+)
 
 V = 7
 
@@ -86,7 +96,7 @@ def test_a_large_vocabulary_keeps_exactly_k():
 def test_a_one_hot_law_gives_its_token(seed):
     ids = np.random.default_rng(seed).integers(0, 300, 16)
     keys = jax.random.split(jax.random.key(seed), 16)
-    np.testing.assert_array_equal(sample_rows(keys, jax.nn.one_hot(ids, 300)), ids)
+    np.testing.assert_array_equal(jax.jit(sample_rows)(keys, np.eye(300, dtype=np.float32)[ids]), ids)
 
 
 def test_draws_follow_the_law_and_never_leave_its_support():
@@ -107,14 +117,15 @@ def test_draws_follow_the_law_and_never_leave_its_support():
 def test_a_chance_below_the_grid_of_one_uniform_is_kept():
     law = jnp.array([1.0] + [0.0] * 255 + [1e-9])
     keys = jax.random.split(jax.random.key(6), 4096)
-    assert not np.any(jax.vmap(sample_law, in_axes=(0, None))(keys, law))
+    assert not np.any(jax.jit(jax.vmap(sample_law, in_axes=(0, None)))(keys, law))
 
 
 G, R, ANCHORS = 3, 4, np.array([4, 3, 0, 1])
 D2T = np.array([2, 0, 4])
 
 
-def markov_block(rows: SamplingRows, greedy: bool = False, seed: int = 0):
+@functools.partial(jax.jit, static_argnames="greedy")
+def markov_block(rows: SamplingRows, greedy: bool = False, seed: int = 0) -> tuple[BlockSample, jax.Array]:
     """A first-order head over five target tokens and three draft tokens; the state counts its steps."""
     rng = np.random.default_rng(0)
     base, inputs = rng.normal(size=(R, G, 3)).astype(np.float32), rng.normal(size=(R, G)).astype(np.float32)
@@ -126,8 +137,8 @@ def markov_block(rows: SamplingRows, greedy: bool = False, seed: int = 0):
     keys = jax.random.split(jax.random.key(seed), (R, G))
     state = jnp.zeros(R, jnp.int32)
     block = sample_block(step, state, ANCHORS, base, inputs, keys, rows, d2t_V=jnp.asarray(D2T), greedy=greedy)
-    previous = np.concatenate([ANCHORS[:, None], block.tokens_RG[:, :-1]], 1)
-    logits = base + table[previous] * inputs[:, :, None] + np.arange(G, dtype=np.float32)[None, :, None]
+    previous = jnp.concatenate([jnp.asarray(ANCHORS, jnp.int32)[:, None], block.tokens_RG[:, :-1]], 1)
+    logits = base + jnp.asarray(table)[previous] * inputs[:, :, None] + np.arange(G, dtype=np.float32)[None, :, None]
     return block, logits
 
 

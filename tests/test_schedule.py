@@ -41,14 +41,24 @@ def test_algorithm_1_is_the_sequential_one(eighths, steps):
         total = R + sum(admitted)
         return (total + value) * curve[R + len(admitted) + 1] > total * curve[R + len(admitted)]
 
-    lengths = prefix_schedule(grid(eighths), curve)
+    lengths = jax.jit(prefix_schedule)(grid(eighths), curve)
     assert lengths.tolist() == reveal(grid(eighths), keep_going)
 
 
 @given(EIGHTHS, st.integers(0, R * G + 2))
 def test_admission_is_the_sequential_one(eighths, capacity):
-    lengths = admit_top(prefix_survival(grid(eighths)), capacity)
+    lengths = jax.jit(admit_top)(jax.jit(prefix_survival)(grid(eighths)), capacity)
     assert lengths.tolist() == reveal(grid(eighths), lambda admitted, _: len(admitted) < capacity)
+
+
+@jax.jit
+def all_rules(confidence, capacity):
+    curve = np.linspace(1.0, 0.4, R * G + R + 1)
+    return (
+        prefix_schedule(confidence, curve),
+        admit_top(prefix_survival(confidence), capacity),
+        threshold_lengths(confidence, 0.5),
+    )
 
 
 @given(EIGHTHS, EIGHTHS, st.integers(0, R - 1), st.integers(1, G), st.integers(0, R * G))
@@ -56,13 +66,8 @@ def test_what_a_draft_decides_never_decides_about_it(eighths, others, row, k, ca
     """{length_r >= k} is the same for any confidences of that row after c_k, which draft k may have shaped."""
     one, other = grid(eighths), grid(eighths)
     other[row, k:] = grid(others)[row, k:]
-    curve = np.linspace(1.0, 0.4, R * G + R + 1)
-    for schedule in (
-        lambda c: prefix_schedule(c, curve),
-        lambda c: admit_top(prefix_survival(c), capacity),
-        lambda c: threshold_lengths(c, 0.5),
-    ):
-        assert (schedule(one)[row] >= k) == (schedule(other)[row] >= k)
+    for before, after in zip(all_rules(one, capacity), all_rules(other, capacity), strict=True):
+        assert (before[row] >= k) == (after[row] >= k)
 
 
 def test_algorithm_1_stops_at_the_first_step_down():
@@ -72,7 +77,7 @@ def test_algorithm_1_stops_at_the_first_step_down():
 
 
 def test_length_zero_for_everyone_is_reachable():
-    assert prefix_schedule(np.full((2, 3), 0.5), np.linspace(1, 0.1, 9)).tolist() == [0, 0]
+    assert prefix_schedule(np.full((2, 3), 0.5), 1 / np.arange(1, 10)).tolist() == [0, 0]
     assert admit_top(np.zeros((2, 3)), 4).tolist() == [0, 0]
     assert admit_top(np.ones((2, 3)), 0).tolist() == [0, 0]
 

@@ -50,24 +50,33 @@ def padding(records: Sequence[Record], size: Sizes) -> tuple[float, float]:
     return 1 - tokens / (len(records) * size.length), 1 - anchors / (len(records) * size.anchors)
 
 
-def draft_vocabulary(records: Sequence[Record], size: int, vocab_size: int, always: Iterable[int]) -> tuple[np.ndarray, float]:
-    """The `size` most frequent ids of the supervised tokens, ascending, `always` among them, and their coverage."""
+def _counts(records: Sequence[Record], vocab_size: int) -> np.ndarray:
+    counts = np.zeros(vocab_size, np.int64)
+    for record in records:
+        counts += np.bincount(record.tokens[record.supervised], minlength=vocab_size)
+    return counts
+
+
+def draft_vocabulary(records: Sequence[Record], size: int, vocab_size: int, always: Iterable[int]) -> np.ndarray:
+    """The `size` most frequent ids of the supervised tokens, ascending, with `always` among them."""
     forced = np.unique(np.fromiter(always, np.int64))
     if not len(forced) <= size <= vocab_size:
         raise ConfigError(
             f"draft draft_vocab_size = {size}: expected at least the {len(forced)} special ids and at most {vocab_size}"
         )
-    counts = np.zeros(vocab_size, np.int64)
-    for record in records:
-        counts += np.bincount(record.tokens[record.supervised], minlength=vocab_size)
-    rank = counts.copy()
-    rank[forced] = counts.max() + 1
-    chosen = np.sort(np.argsort(-rank, kind="stable")[:size])
-    return chosen.astype(np.int32), float(counts[chosen].sum() / counts.sum())
+    counts = _counts(records, vocab_size)
+    counts[forced] = counts.max() + 1
+    return np.sort(np.argsort(-counts, kind="stable")[:size]).astype(np.int32)
+
+
+def coverage(records: Sequence[Record], vocabulary: np.ndarray) -> float:
+    """Share of the supervised tokens that a draft vocabulary holds."""
+    supervised = np.concatenate([record.tokens[record.supervised] for record in records])
+    return float(np.isin(supervised, vocabulary).mean())
 
 
 def element(record: Record, size: Sizes, rng: np.random.Generator) -> Element:
-    """A padded record with freshly drawn anchors: uniform without replacement, ascending; `keep` marks the real ones."""
+    """A padded record with fresh anchors: uniform without replacement, ascending; `keep` marks the real ones."""
     tokens, supervised = np.zeros(size.length, np.int32), np.zeros(size.length, bool)
     tokens[: len(record.tokens)] = record.tokens
     supervised[: len(record.supervised)] = record.supervised

@@ -10,12 +10,12 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import tyro
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from dspark_jax import ConfigError, SamplingParams, Target, generate, load_target
+from train.conversations import read_jsonl
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,24 +41,6 @@ class Args:
     seed: int = 0
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSONL file. Split on newline only: strings may hold U+2028. Raises ConfigError with the line."""
-    if not path.is_file():
-        raise ConfigError(f"{path}: no such file")
-    records = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{path}:{number}: not JSON ({error.msg}); fix or remove the line") from error
-        if not isinstance(record, dict):
-            raise ConfigError(f"{path}:{number}: expected a JSON object, found {type(record).__name__}")
-        records.append(record)
-    return records
-
-
 def _resume(out: Path) -> set[int]:
     """Prompt numbers already answered. A last line that a kill cut short is removed."""
     if not out.exists():
@@ -67,7 +49,7 @@ def _resume(out: Path) -> set[int]:
     whole = data[: data.rfind(b"\n") + 1]
     if len(whole) < len(data):
         out.write_bytes(whole)
-    return {record["prompt"] for record in read_jsonl(out)}
+    return {record["prompt"] for _, record in read_jsonl(out)}
 
 
 def _sampling(args: Args, number: int) -> SamplingParams:
@@ -79,7 +61,7 @@ def run(args: Args, target: Target) -> dict[str, int]:
     """Answers what is not answered yet; returns counts of written and skipped prompts."""
     if target.tokenizer is None:
         raise ConfigError(f"{args.target}: has no tokenizer, so prompts cannot be encoded")
-    records = read_jsonl(args.prompts)
+    records = [record for _, record in read_jsonl(args.prompts)]
     done = _resume(args.out)
     counts = {"written": 0, "already there": len(done), "too long": 0, "empty": 0}
     todo: list[tuple[int, list[int]]] = []
@@ -96,7 +78,13 @@ def run(args: Args, target: Target) -> dict[str, int]:
         else:
             todo.append((number, ids))
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    columns = (TextColumn("answers"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
+    columns = (
+        TextColumn("answers"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
     with args.out.open("a", encoding="utf-8") as out, Progress(*columns, disable=not todo) as progress:
         task = progress.add_task("", total=len(todo), note="")
         window = args.batch_size * 8

@@ -98,7 +98,7 @@ def read_config(directory: Path) -> TargetConfig:
         num_heads=get("num_attention_heads"),
         num_kv_heads=get("num_key_value_heads", default=get("num_attention_heads")),
         head_dim=get("head_dim", default=get("hidden_size") // max(get("num_attention_heads"), 1)),
-        rope_theta=_rope_theta(path, settings),
+        rope_theta=rope_theta(path, settings),
         norm_eps=float(get("rms_norm_eps", (int, float))),
         max_length=get("max_position_embeddings"),
         tied_head=get("tie_word_embeddings", bool, default=False),
@@ -124,7 +124,7 @@ def _refuse_variants(path: Path, settings: Mapping[str, Any]) -> None:
             raise ConfigError(f"{path}: {key} = {value!r} is not supported, expected {expected!r}")
 
 
-def _rope_theta(path: Path, settings: Mapping[str, Any]) -> float:
+def rope_theta(path: Path, settings: Mapping[str, Any]) -> float:
     """transformers 5 nests rope settings in `rope_parameters`; older files have `rope_theta` and `rope_scaling`."""
     thetas = [settings.get("rope_theta")]
     for key in ("rope_parameters", "rope_scaling"):

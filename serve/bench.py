@@ -1,0 +1,213 @@
+"""Measures what drafting gains: the same prompts decoded with and without a drafter, one request and eight at a time.
+
+    python -m serve.bench [--target PATH --drafter PATH] [--prompts FILE] [--json OUT]
+
+Without arguments: the embedded SmolLM2-135M, the drafter in assets/, built-in prompts of mathematics, code and chat.
+"""
+
+import dataclasses
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it advises about torch, which nothing here uses
+
+import jax
+import tyro
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from dspark_jax import ConfigError, Drafter, Target, load_drafter, load_target
+from dspark_jax.weights.locate import EMBEDDED
+from serve import probe, report
+from serve.cells import Bench, Policy, Prompts
+from serve.prompts import DOMAINS, Prompt, builtin_prompts, load_prompts
+
+SHIPPED_DRAFTER = Path(__file__).resolve().parents[1] / "assets" / "smollm2-135m-dspark"
+REQUESTS = (8, 1)  # eight first: their greedy texts then serve single requests as reference
+TEMPERATURES = (0.0, 1.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What is decoded, and how."""
+
+    tokens: int = 48
+    """New tokens a prompt; a text may end earlier."""
+    limit: int = 8
+    """Prompts a domain, decoded eight at a time."""
+    single: int = 4
+    """How many of those are also decoded one at a time."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of drafted decoding; auto: what verifies faster on this machine. Plain decoding runs in its own fastest."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for field, least in (("tokens", 2), ("limit", 1), ("single", 1)):
+            if getattr(self, field) < least:
+                raise ConfigError(f"--{field} {getattr(self, field)}: expected at least {least}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Args:
+    """Measure drafted against plain decoding."""
+
+    settings: Annotated[Settings, tyro.conf.OmitArgPrefixes]
+    target: str = EMBEDDED
+    """safetensors directory, .gguf file, or smollm2-135m."""
+    drafter: Path | None = None
+    """Directory in DeepSpec's format; without it the one shipped for smollm2-135m."""
+    prompts: Path | None = None
+    """JSONL, {"turns": ["text"]} a line; without it built-in prompts of three domains."""
+    json: Path | None = None
+    """Where to write every number."""
+
+
+def run(
+    target: Target,
+    drafter: Drafter,
+    prompts: Prompts,
+    settings: Settings,
+    on_step: Callable[[str, int], None] = lambda *_: None,
+) -> dict[str, Any]:
+    """Decodes the prompts (token ids, by domain) in every way and returns all numbers, ready for JSON.
+
+    `on_step` hears what comes next and how many of `count_steps(prompts)` steps that ends. Raises ConfigError as
+    `generate` does.
+    """
+    prompts = {domain: ids[: settings.limit] for domain, ids in prompts.items()}
+    bench = Bench(target, drafter, prompts, settings.tokens, settings.seed)
+    known = ["float32", "bfloat16"] if jax.default_backend() == "cpu" else ["bfloat16"]
+    began, compiling = time.perf_counter(), 0.0
+    rows, differences, probes, pieces = [], [], [], []
+    for requests in REQUESTS:
+        name = report.requests_text(requests)
+        on_step(f"{name}: timing dtypes", 0)
+        choice = probe.choose_dtype(target, requests, drafter.config.num_drafts + 1, bench.cache_length, known)
+        draft_dtype = choice.draft_dtype if settings.dtype == "auto" else settings.dtype
+        dtypes: dict[Policy, str] = {"plain": choice.plain_dtype, "draft": draft_dtype}
+        probes.append({"requests": requests, **dtypes, "plain_ms": choice.plain_ms, "verify_ms": choice.verify_ms})
+        chosen = {domain: ids[: settings.single if requests == 1 else None] for domain, ids in prompts.items()}
+        sizes = {min(requests, len(ids) - start) for ids in chosen.values() for start in range(0, len(ids), requests)}
+        here = []
+        for temperature in TEMPERATURES:
+            on_step(f"{name}, temperature {temperature:g}: compiling", 1)
+            start = time.perf_counter()
+            bench.warm_up(sizes, chosen, temperature, dtypes)
+            compiling += time.perf_counter() - start
+            for domain, ids in chosen.items():
+                where = f"{name}, temperature {temperature:g}, {domain}"
+                on_step(where, 1)
+                cell = bench.cell(
+                    domain,
+                    ids,
+                    requests,
+                    temperature,
+                    dtypes,
+                    lambda policy, where=where: on_step(f"{where}: {policy}", 0),
+                )
+                here += cell.rows
+                differences += cell.differences
+        on_step(f"{name}: timing the pieces of a round", 0)
+        times = probe.time_pieces(*bench.models(draft_dtype), requests, bench.cache_length)
+        pieces.append(report.where_time_goes(here, requests, times))
+        rows += here
+    return {
+        "machine": report.machine(),
+        "dtype": {str(p["requests"]): {"plain": p["plain"], "draft": p["draft"]} for p in probes},
+        "settings": dataclasses.asdict(settings),
+        "probes": probes,
+        "rows": rows,
+        "summary": report.summarise(rows),
+        "differences": differences,
+        "where_time_goes": pieces,
+        "compile_seconds": compiling,
+        "total_seconds": time.perf_counter() - began,
+    }
+
+
+def count_steps(prompts: Prompts) -> int:
+    """How many steps `run` announces."""
+    return len(REQUESTS) * len(TEMPERATURES) * (1 + len(prompts))
+
+
+def encode(target: Target, prompts: Sequence[Prompt], tokens: int) -> dict[str, list[list[int]]]:
+    """Prompts through the target's chat template, by domain. Raises ConfigError naming one that does not fit."""
+    if target.tokenizer is None:
+        raise ConfigError(f"target {target.config.name}: has no tokenizer, so prompts cannot be encoded")
+    by_domain: dict[str, list[list[int]]] = {}
+    for prompt in prompts:
+        ids = target.tokenizer.chat([{"role": "user", "content": prompt.text}], add_generation_prompt=True)
+        if len(ids) + tokens > target.config.max_length:
+            raise ConfigError(
+                f"prompt {prompt.text[:40]!r} of {prompt.domain} has {len(ids)} tokens; with {tokens} new ones it exceeds"
+                f" the target's context of {target.config.max_length}: shorten it or lower --tokens"
+            )
+        by_domain.setdefault(prompt.domain, []).append(ids)
+    return by_domain
+
+
+def choose_prompts(path: Path | None, limit: int) -> list[Prompt]:
+    """The first `limit` prompts of each domain, of the file or built in."""
+    everything = load_prompts(path) if path else [prompt for domain in DOMAINS for prompt in builtin_prompts(domain)]
+    by_domain: dict[str, list[Prompt]] = {}
+    for prompt in everything:
+        by_domain.setdefault(prompt.domain, []).append(prompt)
+    return [prompt for prompts in by_domain.values() for prompt in prompts[:limit]]
+
+
+def find_drafter(args: Args) -> Path:
+    """The drafter to load. Raises ConfigError where there is none for this target."""
+    if args.drafter is None and args.target != EMBEDDED:
+        raise ConfigError(f"--target {args.target}: give its --drafter too, the shipped one is for {EMBEDDED}")
+    path = args.drafter or SHIPPED_DRAFTER
+    if not path.is_dir():
+        raise ConfigError(f"drafter {path}: no such directory; train one (README) or give another with --drafter")
+    return path
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else list(argv)
+    try:
+        args = tyro.cli(Args, args=argv, description=__doc__)
+        # Cheap checks first: nobody should wait minutes to hear of a wrong path.
+        path = find_drafter(args)
+        chosen = choose_prompts(args.prompts, args.settings.limit)
+        if args.json:
+            report.check_writable(args.json)
+        target = load_target(args.target)
+        drafter = load_drafter(path, target)
+        prompts = encode(target, chosen, args.settings.tokens)
+        columns = (
+            SpinnerColumn(),
+            BarColumn(30),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.description}"),
+        )
+        with Progress(*columns, console=report.console(), transient=True) as progress:
+            task = progress.add_task("", total=count_steps(prompts))
+            result = run(
+                target, drafter, prompts, args.settings,
+                lambda text, done: progress.update(task, description=text, advance=done),
+            )  # fmt: skip
+        head = {
+            "command": shlex.join(["python", "-m", "serve.bench", *argv]),
+            "target": args.target,
+            "drafter": str(path),
+        }
+        result = head | result
+        report.show(result)
+        if args.json:
+            report.write_json(args.json, result)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,186 @@
+"""One cell of the benchmark: a domain at one temperature and number of requests, plain and drafted.
+
+Both policies decode the same batches in turn, so that whatever else the machine does falls on both alike.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from dspark_jax import Drafter, Generation, SamplingParams, Target, generate
+from dspark_jax.drafters.drafter import frozen_parts
+from dspark_jax.generate import bucket
+from dspark_jax.target import cast_params
+from serve import measure
+from serve.measure import Speed
+
+Prompts = Mapping[str, Sequence[Sequence[int]]]
+Policy = Literal["plain", "draft"]
+POLICIES: tuple[Policy, Policy] = ("plain", "draft")
+
+
+class Batch(NamedTuple):
+    """Texts decoded together. `seconds` run from the first token of each text to its end, prefill comes before."""
+
+    generations: list[Generation]
+    prefill_seconds: float
+    seconds: float
+
+    @property
+    def speed(self) -> Speed:
+        return Speed(sum(len(g.tokens) - 1 for g in self.generations), self.seconds)
+
+    @property
+    def steps(self) -> int:
+        """Compiled calls after prefill: rounds, or single tokens, until the last text ended."""
+        return max(len(g.rounds) or len(g.tokens) - 1 for g in self.generations)
+
+
+class Cell(NamedTuple):
+    """Two rows of the result, plain and drafted, and where greedy texts differ."""
+
+    rows: list[dict[str, Any]]
+    differences: list[dict[str, Any]]
+
+
+class Bench:
+    """What all cells share: models by dtype, shapes, and the greedy texts already decoded."""
+
+    def __init__(self, target: Target, drafter: Drafter, prompts: Prompts, tokens: int, seed: int) -> None:
+        self.tokens, self.seed = tokens, seed
+        self.eos = target.config.eos_token_ids
+        self.longest = max(len(ids) for domain in prompts.values() for ids in domain)
+        self.cache_length = bucket(self.longest + tokens + drafter.config.num_drafts + 1, 64)
+        self._models = {str(target.dtype): (target, drafter)}
+        self._loaded = target, drafter
+        self._greedy: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+
+    def models(self, dtype: str) -> tuple[Target, Drafter]:
+        """Target and drafter in a compute dtype."""
+        if dtype not in self._models:
+            target, drafter = self._loaded
+            cast = replace(target, params=cast_params(target.params, dtype))
+            frozen = frozen_parts(cast.params, drafter.frozen.draft_to_target_V)
+            self._models[dtype] = cast, replace(drafter, params=cast_params(drafter.params, dtype), frozen=frozen)
+        return self._models[dtype]
+
+    def warm_up(self, sizes: set[int], prompts: Prompts, temperature: float, dtypes: Mapping[Policy, str]) -> None:
+        """Compiles everything that batches of these sizes need. Shapes depend on nothing else, see `_decode`."""
+        ids = next(iter(prompts.values()))
+        everything = range(self._loaded[0].config.vocab_size)
+        for size in sizes:
+            batch = [ids[i % len(ids)] for i in range(size)]
+            for policy in POLICIES:
+                # Texts that end at once compile the prefill; then, texts that end at the first other token, a round.
+                prefilled = self._decode(batch, policy, dtypes[policy], temperature, everything)
+                first = {g.tokens[0] for g in prefilled.generations}
+                self._decode(batch, policy, dtypes[policy], temperature, [t for t in everything if t not in first])
+
+    def cell(
+        self, domain: str, prompts: Sequence[Sequence[int]], requests: int, temperature: float,
+        dtypes: Mapping[Policy, str], on_policy: Callable[[Policy], None],
+    ) -> Cell:  # fmt: skip
+        """Decodes all prompts, `requests` at a time, under both policies."""
+        done: dict[Policy, list[Batch]] = {"plain": [], "draft": []}
+        for start in range(0, len(prompts), requests):
+            for policy in POLICIES:
+                on_policy(policy)
+                batch = prompts[start : start + requests]
+                done[policy].append(self._decode(batch, policy, dtypes[policy], temperature, self.eos, start))
+        rows = [
+            {"domain": domain, "temperature": temperature, "policy": policy, "requests": requests}
+            | {"prompts": len(prompts), "dtype": dtypes[policy]}
+            | self._numbers(policy, done)
+            for policy in POLICIES
+        ]
+        if temperature > 0:
+            return Cell(rows, [])
+        texts = {policy: [g.tokens for batch in done[policy] for g in batch.generations] for policy in POLICIES}
+        if dtypes["plain"] == dtypes["draft"] or requests > 1:
+            self._greedy |= {(dtypes["plain"], tuple(p)): t for p, t in zip(prompts, texts["plain"], strict=True)}
+        plain = texts["plain"] if dtypes["plain"] == dtypes["draft"] else self._reference(prompts, dtypes["draft"])
+        differences = []
+        for index, (one, other) in enumerate(zip(plain, texts["draft"], strict=True)):
+            position = measure.first_difference(one, other)
+            if position is not None:
+                where = {"domain": domain, "requests": requests, "prompt": index, "position": position}
+                differences.append(where | self._margin(prompts[index], one, other, position, dtypes["draft"]))
+        rows[1]["exact_match"] = 1 - len(differences) / len(prompts)
+        return Cell(rows, differences)
+
+    def _decode(
+        self, prompts: Sequence[Sequence[int]], policy: Policy, dtype: str, temperature: float,
+        eos: Sequence[int], seed: int = 0,
+    ) -> Batch:  # fmt: skip
+        """One batch. All batches of a size share their shapes, those of the longest prompt: two programs a policy."""
+        target, drafter = self.models(dtype)
+        ticks: list[float] = []
+        start = time.perf_counter()
+        generations = generate(
+            target,
+            drafter if policy == "draft" else None,
+            prompts,
+            self.tokens,
+            SamplingParams(temperature),
+            seed=self.seed + seed,
+            eos_token_ids=eos,
+            batch_size=len(prompts),
+            longest_prompt=self.longest,
+            on_progress=lambda _: ticks.append(time.perf_counter()),
+        )
+        end = time.perf_counter()
+        return Batch(generations, ticks[0] - start, end - ticks[0])
+
+    def _numbers(self, policy: Policy, done: Mapping[Policy, Sequence[Batch]]) -> dict[str, Any]:
+        batches = done[policy]
+        generations = [g for batch in batches for g in batch.generations]
+        speeds = {name: [batch.speed for batch in done[name]] for name in POLICIES}
+        tokens = sum(speed.tokens for speed in speeds[policy])
+        numbers: dict[str, Any] = {
+            "tokens": tokens,
+            "seconds": sum(batch.seconds for batch in batches),
+            "prefill_seconds": sum(batch.prefill_seconds for batch in batches),
+            "tokens_per_second": measure.tokens_per_second(speeds[policy]),
+            "steps": sum(batch.steps for batch in batches),
+            "exact_match": None,
+        }
+        if policy == "plain":
+            return numbers | {
+                "speedup": 1.0, "speedup_interval": None, "rounds": tokens,
+                "accepted_length": 1.0, "accepted_length_interval": None,
+                "acceptance_by_position": [], "conditional_acceptance_by_position": [],
+            }  # fmt: skip
+        num_drafts = self._loaded[1].config.num_drafts
+        counts = measure.count_rounds(generations, self.eos)
+        speedup, speedup_interval = measure.speedup(speeds["plain"], speeds["draft"])
+        return numbers | {
+            "speedup": speedup,
+            "speedup_interval": speedup_interval,
+            "rounds": len(counts.emitted_N),
+            "accepted_length": measure.accepted_length(counts),
+            "accepted_length_interval": measure.accepted_length_interval(generations, self.eos),
+            "acceptance_by_position": measure.acceptance_by_position(counts, num_drafts),
+            "conditional_acceptance_by_position": measure.conditional_acceptance_by_position(counts, num_drafts),
+        }
+
+    def _reference(self, prompts: Sequence[Sequence[int]], dtype: str) -> list[list[int]]:
+        """Greedy plain texts in a dtype that plain decoding was not timed in, decoded together: one row may be slow."""
+        missing = [ids for ids in prompts if (dtype, tuple(ids)) not in self._greedy]
+        if missing:
+            batch = self._decode(missing, "plain", dtype, 0.0, self.eos)
+            self._greedy |= {(dtype, tuple(p)): g.tokens for p, g in zip(missing, batch.generations, strict=True)}
+        return [self._greedy[dtype, tuple(ids)] for ids in prompts]
+
+    def _margin(
+        self, prompt: Sequence[int], plain: Sequence[int], draft: Sequence[int], position: int, dtype: str
+    ) -> dict[str, Any]:
+        """The two tokens at the first difference, and how near they were to a tie in the target's full forward."""
+        row_S = np.zeros(self.longest + self.tokens, np.int32)  # one shape for all differences
+        prefix = [*prompt, *plain[:position]]
+        row_S[: len(prefix)] = prefix
+        logits_V = np.asarray(self.models(dtype)[0].forward(row_S[None]).logits_BSV[0, len(prefix) - 1])
+        margin = measure.logit_margin(logits_V, plain[position], draft[position])
+        return {"plain_token": plain[position], "draft_token": draft[position], "margin": margin, "dtype": dtype}

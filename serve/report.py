@@ -1,0 +1,189 @@
+"""What a benchmark shows: one table of results, one of where the time goes, and a JSON file with every number."""
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from dspark_jax.config import ConfigError
+
+Row = Mapping[str, Any]
+
+
+def requests_text(requests: int) -> str:
+    return "one request" if requests == 1 else f"{requests} requests"
+
+
+def console() -> Console:
+    """A terminal as wide as it is; files and pipes get room for a table row."""
+    return Console(width=None if sys.stdout.isatty() else 120)
+
+
+def machine() -> dict[str, Any]:
+    """What a speed needs to be compared with another."""
+    names = []
+    if Path("/proc/cpuinfo").is_file():
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n")
+        names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    devices = jax.devices()
+    return {
+        "cpu": names[0] if names else platform.processor(),
+        "cores": cores,
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "platform": devices[0].platform,
+        "devices": [device.device_kind for device in devices],
+    }
+
+
+def where_time_goes(rows: Sequence[Row], requests: int, times: Mapping[str, float]) -> dict[str, Any]:
+    """A greedy round in milliseconds: as it ran in `rows`, its pieces as they ran alone, and the rest.
+
+    `times` are probe.time_pieces'. The rest (other_ms) is acceptance, the host and, where it is negative, what the
+    compiler saves by having the whole round in one program.
+    """
+
+    def each(policy: str) -> tuple[float | None, str]:
+        mine = [row for row in rows if row["temperature"] == 0 and row["policy"] == policy]
+        steps = sum(row["steps"] for row in mine)
+        return (1000 * sum(row["seconds"] for row in mine) / steps if steps else None), mine[0]["dtype"]
+
+    (plain_ms, plain_dtype), (round_ms, dtype) = each("plain"), each("draft")
+    other_ms = None if round_ms is None else round_ms - times["draft_ms"] - times["verify_ms"]
+    return {
+        "requests": requests, "plain_dtype": plain_dtype, "plain_step_ms": plain_ms, "dtype": dtype,
+        "round_ms": round_ms, **times, "other_ms": other_ms,
+    }  # fmt: skip
+
+
+def summarise(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Means over domains for each number of requests and temperature; exact_match is over prompts."""
+    groups: dict[tuple[int, float], list[Row]] = {}
+    for row in rows:
+        if row["policy"] == "draft":
+            groups.setdefault((row["requests"], row["temperature"]), []).append(row)
+    return [
+        {
+            "requests": requests,
+            "temperature": temperature,
+            "prompts": sum(row["prompts"] for row in group),
+            "speedup": _mean([row["speedup"] for row in group]),
+            "accepted_length": _mean([row["accepted_length"] for row in group]),
+            "exact_match": None
+            if group[0]["exact_match"] is None
+            else sum(row["exact_match"] * row["prompts"] for row in group) / sum(row["prompts"] for row in group),
+        }
+        for (requests, temperature), group in groups.items()
+    ]
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def show(result: Mapping[str, Any]) -> None:
+    """Prints the tables and what they do not hold."""
+    out = console()
+    out.print(_main_table(result["rows"], result["summary"]))
+    out.print(_time_table(result["where_time_goes"]))
+    for probe in result["probes"]:
+        times = [
+            f"{kind} {', '.join(f'{dtype} {ms:.0f} ms' for dtype, ms in probe[key].items())}"
+            for kind, key in (("a step", "plain_ms"), ("a verification", "verify_ms"))
+        ]
+        out.print(
+            f"{requests_text(probe['requests'])}: {'; '.join(times)}. Plain decoding in {probe['plain']}, drafted in"
+            f" {probe['draft']}.",
+            highlight=False,
+        )
+    margins = [difference["margin"] for difference in result["differences"]]
+    greedy = sum(row["prompts"] for row in result["rows"] if row["policy"] == "draft" and row["temperature"] == 0)
+    if margins:
+        text = f"{len(margins)} of {greedy} greedy texts differ from plain decoding; largest logit margin {max(margins):.2g}."
+    else:
+        text = f"All {greedy} greedy texts are those of plain decoding in the same dtype."
+    out.print(
+        f"{text} {result['total_seconds']:.0f} s, of which {result['compile_seconds']:.0f} s compiling.",
+        highlight=False,
+    )
+
+
+def _main_table(rows: Sequence[Row], summary: Sequence[Row]) -> Table:
+    table = Table(title="Drafted against plain decoding (tokens a second after the first token)")
+    for name in ("requests", "T", "domain"):
+        table.add_column(name)
+    for name in ("plain", "drafted", "gain", "accepted length", "accepted drafts by position, %", "exact"):
+        table.add_column(name, justify="right")
+    for mean in summary:
+        place = mean["requests"], mean["temperature"]
+        mine = [row for row in rows if (row["requests"], row["temperature"]) == place]
+        plain = {row["domain"]: row for row in mine if row["policy"] == "plain"}
+        for row in (row for row in mine if row["policy"] == "draft"):
+            table.add_row(
+                str(row["requests"]),
+                f"{row['temperature']:g}",
+                row["domain"],
+                _number(plain[row["domain"]]["tokens_per_second"], ".1f"),
+                _number(row["tokens_per_second"], ".1f"),
+                _number(row["speedup"], ".2f", "x"),
+                _number(row["accepted_length"], ".2f") + _interval(row["accepted_length_interval"]),
+                " ".join(_number(share, ".0%").rstrip("%") for share in row["acceptance_by_position"]),
+                _number(row["exact_match"], ".0%"),
+            )
+        table.add_row(
+            "", "", "mean", "", "",
+            _number(mean["speedup"], ".2f", "x"),
+            _number(mean["accepted_length"], ".2f"), "",
+            _number(mean["exact_match"], ".0%"),
+            style="bold", end_section=True,
+        )  # fmt: skip
+    return table
+
+
+def _time_table(pieces: Sequence[Row]) -> Table:
+    table = Table(title="Where the time of a greedy round goes, milliseconds")
+    names = ("requests", "draft", "verify", "of which head", "other", "whole round", "a plain step")
+    for name in names:
+        table.add_column(name, justify="right")
+    for piece in pieces:
+        keys = ("draft_ms", "verify_ms", "head_ms", "other_ms", "round_ms", "plain_step_ms")
+        table.add_row(str(piece["requests"]), *(_number(piece[key], ".1f") for key in keys))
+    return table
+
+
+def _number(value: float | None, form: str, unit: str = "") -> str:
+    return "-" if value is None else f"{value:{form}}{unit}"
+
+
+def _interval(interval: Sequence[float] | None) -> str:
+    return "" if interval is None else f" ({interval[0]:.2f}-{interval[1]:.2f})"
+
+
+def check_writable(path: Path) -> None:
+    """Refuses a JSON file that could not be written when the run is over."""
+    if path.is_dir() or not path.resolve().parent.is_dir():
+        raise ConfigError(f"--json {path}: expected a file in a directory that exists")
+    if not os.access(path.resolve().parent, os.W_OK):
+        raise ConfigError(f"--json {path}: its directory cannot be written to")
+
+
+def write_json(path: Path, result: Mapping[str, Any]) -> None:
+    """Writes the whole file or nothing. Raises ConfigError where the disk refuses."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        scratch.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        scratch.replace(path)
+    except OSError as error:
+        raise ConfigError(f"--json {path}: cannot be written ({error.strerror})") from error
+    finally:
+        scratch.unlink(missing_ok=True)

@@ -1,0 +1,143 @@
+"""Numbers of the public PyTorch implementation (../shared/golden): forward, losses, gradients, greedy decoding.
+
+Tolerances are those the golden files were made for: logits 2e-4, losses 1e-4, gradients 1e-3 of a tensor's norm,
+tokens and lengths exact.
+"""
+
+import dataclasses
+import functools
+import math
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dspark_jax import Drafter, LossConfig, Target, generate, load_drafter, load_target
+from dspark_jax import target as target_lib
+from dspark_jax.drafters import dspark
+from dspark_jax.losses import drafter_loss
+from dspark_jax.weights.deepspec import name_table
+
+LOGITS, LOSS, GRADIENT = 2e-4, 1e-4, 1e-3
+NEW_TOKENS = 40
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Golden:
+    target: Target
+    drafter: Drafter
+    training: dict[str, np.ndarray]
+    decoding: dict[str, np.ndarray]
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        return [self.decoding[f"p{i}_prompt"].tolist() for i in range(3)]
+
+
+@functools.cache
+def load(folder: Path) -> Golden:
+    target = load_target(folder / "target")
+    arrays = (dict(np.load(folder / f"{part}.npz")) for part in ("training", "decoding"))
+    return Golden(target, load_drafter(folder / "draft", target), *arrays)
+
+
+@pytest.fixture(params=["qwen3_markov", "qwen3_dflash"])
+def golden(request, shared) -> Golden:
+    return load(shared / "golden" / request.param)
+
+
+def taps_of(golden: Golden) -> np.ndarray:
+    flat = golden.training["target_hidden_states"]
+    return flat.reshape(*flat.shape[:2], len(golden.drafter.config.target_layer_ids), -1)
+
+
+def test_target_features(golden):
+    out = golden.target.forward(golden.training["input_ids"], golden.drafter.config.target_layer_ids)
+    np.testing.assert_allclose(out.taps_BSMD, taps_of(golden), atol=LOGITS)
+    np.testing.assert_allclose(out.hidden_BSD, golden.training["target_last_hidden_states"], atol=LOGITS)
+
+
+def test_teacher_forced_logits_and_confidence(golden):
+    expected, keep = golden.training, golden.training["block_keep_mask"]
+    out = golden.drafter.teacher_forced(expected["input_ids"], taps_of(golden), expected["anchor_positions"], keep)
+    np.testing.assert_allclose(np.asarray(out.logits_BAGV)[keep], expected["draft_logits"][keep], atol=LOGITS)
+    if "confidence_logits" in expected:
+        confidence = np.asarray(out.confidence_BAG)[keep]
+        np.testing.assert_allclose(confidence, expected["confidence_logits"][keep], atol=LOGITS)
+    else:
+        assert out.confidence_BAG is None
+
+
+@functools.partial(jax.jit, static_argnames=("golden", "config"))
+def loss_of(golden: Golden, config: LossConfig, params: dict) -> jax.Array:
+    expected, drafter = golden.training, golden.drafter
+    anchors = jnp.where(expected["block_keep_mask"], expected["anchor_positions"], 0)
+    out = dspark.teacher_forced(drafter.config, params, drafter.frozen, expected["input_ids"], taps_of(golden), anchors)
+    # The target's law of a label comes from the position before it: of slot i, from anchor + i.
+    before = np.minimum(anchors[..., None] + np.arange(drafter.config.num_drafts), expected["input_ids"].shape[1] - 1)
+    hidden = expected["target_last_hidden_states"][np.arange(len(before))[:, None, None], before]
+    teacher = target_lib.logits(golden.target.params, hidden)
+    return drafter_loss(out, expected["target_ids"], expected["eval_mask"], teacher, config)[0]
+
+
+LOSSES = {
+    "loss_default": LossConfig(),
+    "loss_ce": LossConfig(ce=1.0, tv=0.0, confidence=0.0),
+    "loss_l1": LossConfig(ce=0.0, tv=1.0, confidence=0.0),
+    "loss_conf": LossConfig(ce=0.0, tv=0.0, confidence=1.0, decay=math.inf),
+}
+
+
+def test_losses(golden):
+    for name, config in LOSSES.items():
+        if name in golden.training:
+            loss = loss_of(golden, config, golden.drafter.params)
+            np.testing.assert_allclose(loss, golden.training[name], atol=LOSS, err_msg=name)
+
+
+def test_gradients_of_every_trained_tensor(golden):
+    gradients = jax.grad(functools.partial(loss_of, golden, LossConfig()))(golden.drafter.params)
+    expected = {name.removeprefix("grad/"): x for name, x in golden.training.items() if name.startswith("grad/")}
+    table = name_table(golden.drafter.config)
+    assert table.keys() == expected.keys()
+    for name, (path, index) in table.items():
+        ours = functools.reduce(lambda tree, key: tree[key], path.split("/"), gradients)
+        ours = np.asarray(ours if index is None else ours[index])
+        theirs = expected[name].reshape(ours.shape)
+        assert np.linalg.norm(ours - theirs) <= GRADIENT * np.linalg.norm(theirs), name
+
+
+@functools.cache
+def decoded(golden: Golden):
+    return generate(golden.target, golden.drafter, golden.prompts, NEW_TOKENS)
+
+
+def test_greedy_decoding_is_exact_round_by_round(golden):
+    for i, generation in enumerate(decoded(golden)):
+        prompt, expected = (
+            golden.prompts[i],
+            {name.removeprefix(f"p{i}_"): x for name, x in golden.decoding.items() if name.startswith(f"p{i}_")},
+        )
+        text = prompt + generation.tokens
+        assert text == expected["output"][: len(prompt) + NEW_TOKENS].tolist()
+        assert [r.draft for r in generation.rounds] == expected["proposals"][:, 1:].tolist()
+        emitted = [r.accepted + 1 for r in generation.rounds]
+        assert emitted == expected["acceptance_lengths"].tolist()
+        starts = len(prompt) + np.cumsum([0, *emitted[:-1]])
+        assert starts.tolist() == expected["starts"].tolist()
+        assert [text[start] for start in starts] == expected["proposals"][:, 0].tolist()
+        if "confidence_logits" in expected:
+            confidence = [r.confidence for r in generation.rounds]
+            np.testing.assert_allclose(confidence, expected["confidence_logits"], atol=LOGITS)
+        else:
+            assert all(r.confidence is None for r in generation.rounds)
+
+
+def test_decoding_with_and_without_the_drafter_is_plain_greedy_decoding(golden):
+    plain = generate(golden.target, None, golden.prompts, NEW_TOKENS)
+    for i, (generation, drafted) in enumerate(zip(plain, decoded(golden), strict=True)):
+        reference = golden.decoding[f"p{i}_greedy_reference"][len(golden.prompts[i]) :]
+        assert generation.tokens == drafted.tokens == reference[:NEW_TOKENS].tolist()
+        assert generation.rounds == []

@@ -1,0 +1,130 @@
+"""Checkpoints of a run: training state, place in the data and the run's own facts, written together or not at all."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+from orbax.checkpoint import v1 as ocp
+
+from dspark_jax.config import ConfigError, DrafterConfig
+
+_STATE, _RUN = "state", "run"
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFacts:
+    """What a resumed run must know beside the arrays. All of it is JSON.
+
+    `data` is the fingerprint of the data (train.data.fingerprint), `place` the iterator's state, `data_seed` what it
+    was seeded with. `draft_vocabulary` belongs to the weights: it is never computed again. `best` is the best
+    accepted length so far, None before the first evaluation.
+    """
+
+    step: int
+    drafter: dict[str, Any]
+    data: str
+    data_seed: int
+    place: dict[str, Any]
+    draft_vocabulary: list[int] | None
+    best: float | None
+    config: dict[str, Any]
+
+
+class Checkpoints:
+    """The last `keep` checkpoints in `directory`. Writes happen in the background; errors show up one call later."""
+
+    def __init__(self, directory: Path, keep: int) -> None:
+        self._directory = directory.absolute()
+        try:
+            self._checkpointer = ocp.training.Checkpointer(
+                self._directory,
+                preservation_policy=ocp.training.preservation_policies.LatestN(keep),
+                cleanup_tmp_directories=True,
+            )
+        except OSError as error:
+            raise ConfigError(f"{directory}: cannot keep checkpoints there ({error})") from error
+        self._writing: Any = None
+
+    @property
+    def latest(self) -> int | None:
+        """Step of the newest finished checkpoint."""
+        newest = self._checkpointer.latest
+        return None if newest is None else newest.step
+
+    def save(self, state: Any, facts: RunFacts) -> None:
+        """Starts writing. Raises ConfigError when this write or the one before it fails, as on a full disk."""
+        self.wait()
+        run = json.loads(json.dumps(dataclasses.asdict(facts)))
+        try:
+            self._writing = self._checkpointer.save_checkpointables_async(
+                facts.step, {_STATE: state, _RUN: run}, force=True
+            )
+        except Exception as error:
+            raise self._cannot_write(error) from error
+
+    def wait(self) -> None:
+        """Returns when everything is on disk. Raises ConfigError where it could not be written."""
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return
+        try:
+            writing.result()
+        except Exception as error:
+            raise self._cannot_write(error) from error
+
+    def close(self) -> None:
+        try:
+            self.wait()
+        finally:
+            self._checkpointer.close()
+
+    def load_facts(self) -> RunFacts:
+        """Facts of the newest checkpoint. Raises ConfigError where there is none, or none that can be read."""
+        if self.latest is None:
+            raise ConfigError(f"{self._directory}: holds no finished checkpoint; start the run without --resume")
+        try:
+            return RunFacts(**self._checkpointer.load_checkpointables(self.latest, {_RUN: None})[_RUN])
+        except Exception as error:
+            raise self._cannot_read(error) from error
+
+    def load_state(self, like: Any) -> Any:
+        """State of the newest checkpoint, bit for bit, with the structure, dtypes and shardings of `like`."""
+        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
+        try:
+            return self._checkpointer.load_checkpointables(self.latest, {_STATE: abstract})[_STATE]
+        except Exception as error:
+            raise self._cannot_read(error) from error
+
+    def _cannot_read(self, error: Exception) -> ConfigError:
+        return ConfigError(
+            f"{self._directory / str(self.latest)}: cannot read this checkpoint ({_first_line(error)}); remove it to go"
+            " on from the one before it"
+        )
+
+    def _cannot_write(self, error: Exception) -> ConfigError:
+        last = "there is no finished one" if self.latest is None else f"the last finished one is of step {self.latest}"
+        return ConfigError(
+            f"{self._directory}: cannot write a checkpoint ({_first_line(error)}); {last}; free some space, then go on"
+            " with --resume"
+        )
+
+
+def check_drafter(facts: RunFacts, config: DrafterConfig, directory: Path) -> None:
+    """Raises ConfigError naming the fields in which a checkpoint's drafter differs from the one asked for."""
+    wanted = json.loads(json.dumps(dataclasses.asdict(config)))
+    differing = [
+        f"{name} {facts.drafter.get(name)!r} there, {value!r} here"
+        for name, value in wanted.items()
+        if facts.drafter.get(name) != value
+    ]
+    if differing:
+        raise ConfigError(
+            f"{directory}: its checkpoint is of another drafter ({'; '.join(differing)}); use the config it was started"
+            " with, or another --workdir"
+        )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]

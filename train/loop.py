@@ -1,0 +1,209 @@
+"""The training loop: steps, logs, evaluations, checkpoints, and a clean end on SIGTERM."""
+
+import contextlib
+import dataclasses
+import functools
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+
+from dspark_jax.config import Config, ConfigError
+from dspark_jax.weights.deepspec import write_drafter
+from train import data, evaluate, setup
+from train.checkpoint import Checkpoints, RunFacts, check_drafter
+from train.report import Report
+from train.step import TrainState, eval_step, init_state, train_step
+
+_HELD_OUT_RECORDS = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a run ended: last finished step, best accepted length, batches skipped, whether a signal stopped it."""
+
+    step: int
+    best: float | None
+    skipped: int
+    stopped: bool
+
+
+def train(config: Config, workdir: Path, resume: bool, console: Console) -> Outcome:
+    """Trains until `config.train.max_steps`, or until SIGTERM or SIGINT, which save first.
+
+    `workdir` receives checkpoints/, tensorboard/, drafter/ (the last) and drafter_best/ (the best by accepted length
+    at temperature 0). Raises ConfigError for settings, files and disks that cannot be used.
+    """
+    with contextlib.closing(_open(workdir, config.train.keep_checkpoints, resume)) as checkpoints:
+        facts = checkpoints.load_facts() if resume else None
+        run = setup.build(config, facts.draft_vocabulary if facts else None)
+        if facts:
+            check_drafter(facts, run.drafter, workdir)
+        return _Training(run, workdir, checkpoints, facts, console).run()
+
+
+def _open(workdir: Path, keep: int, resume: bool) -> Checkpoints:
+    directory = workdir / "checkpoints"
+    if resume and not directory.is_dir():
+        raise ConfigError(f"{workdir}: holds no checkpoint to resume from; start the run without --resume")
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--workdir {workdir}: cannot be made ({error.strerror})") from error
+    checkpoints = Checkpoints(directory, keep)
+    if checkpoints.latest is not None and not resume:
+        raise ConfigError(
+            f"{workdir}: holds a run, at step {checkpoints.latest}; go on with --resume, or choose another --workdir"
+        )
+    return checkpoints
+
+
+class _Training:
+    """The moving parts of one run."""
+
+    def __init__(
+        self, run: setup.Run, workdir: Path, checkpoints: Checkpoints, facts: RunFacts | None, console: Console
+    ) -> None:
+        self.run_, self.workdir, self.checkpoints, self.console = run, workdir, checkpoints, console
+        config = run.config
+        self.fingerprint = data.fingerprint(run.train, size=run.size, batch_size=config.train.batch_size)
+        self.state: TrainState = init_state(run.drafter, config)
+        self.step, self.best, self.data_seed = 0, None, config.train.seed
+        place = None
+        if facts:
+            self.state = checkpoints.load_state(self.state)
+            self.step, self.best, self.data_seed, place = facts.step, facts.best, facts.data_seed, facts.place
+            if facts.data != self.fingerprint:
+                # Other records: the old place means nothing, and the old order would repeat its first records.
+                self.data_seed, place = config.train.seed + self.step, None
+                console.print(f"note: the data changed since step {self.step}: its order starts anew", markup=False)
+        self.batches = data.batches(run.train, run.size, config.train.batch_size, self.data_seed)
+        if place is not None:
+            self.batches.set_state(place)
+        held_out = sorted(run.held_out, key=lambda record: record.split_key)
+        self.held_out = held_out[:_HELD_OUT_RECORDS]
+        self.prompts = evaluate.prompts(
+            held_out, config.train.eval_prompts, run.target.config.max_length - config.train.eval_tokens
+        )
+        self.lengths: dict[str, float] = {}
+
+    def run(self) -> Outcome:
+        settings = self.run_.config.train
+        for line in self.run_.summary():
+            self.console.print(line, highlight=False, soft_wrap=True, markup=False)
+        stopped = False
+        with Report(self.workdir, self.step, settings.max_steps, self.console) as report, _stop_signals() as asked:
+            while self.step < settings.max_steps and not stopped:
+                self._train_step(report)
+                stopped = asked()
+                last = stopped or self.step == settings.max_steps
+                if last or self.step % settings.log_every == 0:
+                    report.flush(self.step)
+                evaluating = settings.eval_every and not stopped
+                if evaluating and (last or self.step % settings.eval_every == 0):
+                    self._evaluate(report)
+                if last or self.step % settings.checkpoint_every == 0:
+                    self._save()
+                    report.restart_clock()
+            self.checkpoints.wait()
+        return Outcome(self.step, self.best, report.skipped, stopped)
+
+    def _train_step(self, report: Report) -> None:
+        element = next(self.batches)
+        # Rows end with a supervised token, so the last one tells the row's length.
+        tokens = int(np.sum(element["supervised"].shape[1] - np.argmax(element["supervised"][:, ::-1], axis=1)))
+        self.state, metrics = train_step(self.run_.models, self.state, self.run_.weights, evaluate.to_batch(element))
+        self.step += 1
+        report.add(metrics, tokens)
+
+    def _evaluate(self, report: Report) -> None:
+        """Held-out loss and real accepted length; keeps the drafter when it is the best so far."""
+        run, settings = self.run_, self.run_.config.train
+        elements = data.held_out_batches(self.held_out, run.size, settings.batch_size, settings.seed)
+        step = functools.partial(_eval, run, self.state.params)
+        metrics: dict[str, Any] = dict(evaluate.held_out_metrics(step, elements))
+        drafter = run.servable(self.state.params)
+        for temperature in (0.0, 1.0):
+            length = evaluate.accepted_length(
+                run.target, drafter, self.prompts, settings.eval_tokens, temperature, settings.seed
+            )
+            self.lengths[f"temperature_{temperature:g}"] = length
+        metrics |= {f"accepted_length/{name}": length for name, length in self.lengths.items()}
+        report.scalars("held_out", metrics, self.step)
+        length, sampled = self.lengths["temperature_0"], self.lengths["temperature_1"]
+        best = self.best is None or length > self.best
+        report.say(
+            f"step {self.step}: held-out loss {float(metrics['loss']):.4f}, tau {float(metrics['tau']):.3f}, accepted"
+            f" length {length:.3f} (temperature 0), {sampled:.3f} (1){', the best so far' if best else ''}"
+        )
+        if best:
+            self.best = length
+            self._write_drafter("drafter_best")
+        report.restart_clock()
+
+    def _save(self) -> None:
+        run = self.run_
+        facts = RunFacts(
+            step=self.step,
+            drafter=dataclasses.asdict(run.drafter),
+            data=self.fingerprint,
+            data_seed=self.data_seed,
+            place=self.batches.get_state(),
+            draft_vocabulary=None if run.draft_vocabulary is None else run.draft_vocabulary.tolist(),
+            best=self.best,
+            config=dataclasses.asdict(run.config),
+        )
+        self.checkpoints.save(self.state, facts)
+        self._write_drafter("drafter")
+
+    def _write_drafter(self, name: str) -> None:
+        """Writes a servable drafter beside its place first, so that the one there is whole at every moment."""
+        run = self.run_
+        notes = {
+            "step": self.step,
+            "accepted_length": self.lengths,
+            "target": run.target.config.name or run.config.target.path,
+            "chat_template": run.target.tokenizer.template_hash,
+            "conversations": len(run.train),
+            "config": dataclasses.asdict(run.config),
+        }
+        place, fresh = self.workdir / name, self.workdir / f"{name}.new"
+        try:
+            shutil.rmtree(fresh, ignore_errors=True)
+            params = jax.device_get(self.state.params)
+            write_drafter(fresh, run.drafter, params, run.draft_vocabulary, run.target.config, notes)
+            shutil.rmtree(place, ignore_errors=True)
+            fresh.rename(place)
+        except OSError as error:
+            raise ConfigError(f"{place}: cannot write the drafter ({error}); free some space") from error
+
+
+def _eval(run: setup.Run, params: Any, batch: evaluate.Batch) -> dict[str, jax.Array]:
+    return eval_step(run.models, params, run.weights, batch)
+
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[Callable[[], bool]]:
+    """Says whether SIGTERM (preemption) or SIGINT has come; a second SIGINT interrupts at once."""
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked.is_set
+        return
+
+    def stop(number: int, _: FrameType | None) -> None:
+        asked.set()
+        signal.signal(number, before[number])
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield asked.is_set
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

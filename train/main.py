@@ -1,0 +1,80 @@
+"""Trains a drafter.
+
+    python -m train.main --config configs/X.py --workdir DIR [--resume] [--train.max-steps N] [--GROUP.FIELD VALUE ...]
+
+A config is a Python file whose `get_config()` returns a dspark_jax.config.Config; every field of it is also an option.
+"""
+
+import os
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+import dataclasses
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import tyro
+from rich.console import Console
+
+from dspark_jax.config import Config, ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """Trains a drafter. With --config given, --help lists every setting of that config as an option."""
+
+    config: Path
+    """Python file with get_config() -> Config."""
+    workdir: Path
+    """Where checkpoints, TensorBoard scalars and drafters go."""
+    resume: bool = False
+    """Go on from the newest checkpoint in the workdir."""
+
+
+def load_config(path: Path) -> Config:
+    """What `get_config()` of the Python file at `path` returns. Raises ConfigError with the file and what is wrong."""
+    spec = importlib.util.spec_from_file_location("dspark_jax_run_config", path)
+    if not path.is_file() or spec is None or spec.loader is None:
+        raise ConfigError(f"--config {path}: no such Python file")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        get_config = getattr(module, "get_config", None)
+        if get_config is None:
+            raise ConfigError("defines no get_config()")
+        config = get_config()
+    except Exception as error:
+        raise ConfigError(f"--config {path}: {error or type(error).__name__}") from error
+    if not isinstance(config, Config):
+        raise ConfigError(f"--config {path}: get_config() returned {type(config).__name__}, expected Config")
+    return config
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code 0 when the run finished or was stopped and saved, 2 for what the user must put right."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    wants_help = [option for option in given if option in ("-h", "--help")]
+    with_config = any(option.split("=")[0] == "--config" for option in given)
+    ours = [option for option in given if option not in wants_help] if with_config else given
+    try:
+        command, settings = tyro.cli(Command, args=ours, prog="train.main", return_unknown_args=True)
+        config = tyro.cli(Config, args=settings + wants_help, default=load_config(command.config), prog="train.main")
+        from train.loop import train
+
+        outcome = train(config, command.workdir, command.resume, Console())
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    best = "not measured" if outcome.best is None else f"{outcome.best:.3f}"
+    print(
+        f"{'stopped and saved' if outcome.stopped else 'finished'} at step {outcome.step}; best accepted length {best}"
+    )
+    if outcome.stopped:
+        print("go on with the same command and --resume")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
