@@ -68,11 +68,10 @@ def request_law(logits: ArrayLike, temperature: ArrayLike, top_k: ArrayLike, top
     largest = jnp.max(logits, axis=-1)
     scaled = (logits - largest[..., None]) / jnp.where(greedy, 1.0, temperature.astype(jnp.float32))[..., None]
     weight = jnp.exp(scaled)
-    order = _order_key(scaled)
     wants_k = ~greedy & (top_k > 0) & (top_k < logits.shape[-1])
     wants_p = ~greedy & (top_p < 1)
-    weight = lax.cond(jnp.any(wants_k), lambda w: _keep_top_k(w, order, top_k, wants_k), lambda w: w, weight)
-    weight = lax.cond(jnp.any(wants_p), lambda w: _keep_top_p(w, order, top_p, wants_p), lambda w: w, weight)
+    weight = lax.cond(jnp.any(wants_k), lambda w: _keep_top_k(w, logits, top_k, wants_k), lambda w: w, weight)
+    weight = lax.cond(jnp.any(wants_p), lambda w: _keep_top_p(w, logits, top_p, wants_p), lambda w: w, weight)
     one_hot = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=jnp.float32)
     law = jnp.where(greedy[..., None], one_hot, weight / jnp.sum(weight, axis=-1, keepdims=True))
     return jnp.where(jnp.isfinite(largest)[..., None], law, jnp.nan)
@@ -97,7 +96,9 @@ def _largest_threshold(enough: Callable[[Array], Array], shape: tuple[int, ...])
     return lax.fori_loop(0, 32, body, jnp.zeros(shape, jnp.uint32))
 
 
-def _keep_top_k(weight: Array, order: Array, top_k: Array, wanted: Array) -> Array:
+def _keep_top_k(weight: Array, logits: Array, top_k: Array, wanted: Array) -> Array:
+    order = _order_key(logits)
+
     def count(mask: Array) -> Array:
         return jnp.sum(mask, axis=-1, dtype=jnp.int32)
 
@@ -108,12 +109,14 @@ def _keep_top_k(weight: Array, order: Array, top_k: Array, wanted: Array) -> Arr
     return jnp.where(keep | ~wanted[..., None], weight, 0.0)
 
 
-def _keep_top_p(weight: Array, order: Array, top_p: Array, wanted: Array) -> Array:
+def _keep_top_p(weight: Array, logits: Array, top_p: Array, wanted: Array) -> Array:
+    order = _order_key(logits)
+
     def mass(mask: Array) -> Array:
         return jnp.sum(jnp.where(mask, weight, 0.0), axis=-1)
 
-    # The total is summed in the order the search sums, so the threshold that keeps everything always suffices.
-    needed = top_p * mass(jnp.ones_like(order, dtype=bool))
+    # Should rounding put even the whole mass below `needed`, the search ends at 0, which keeps everything.
+    needed = top_p * jnp.sum(weight, axis=-1)
     edge = _largest_threshold(lambda t: mass(order >= t[..., None]) >= needed, top_p.shape)[..., None]
     above = order > edge
     tied = (order == edge) & (weight > 0)  # not what top-k has cut

@@ -6,6 +6,7 @@ Without arguments: the embedded SmolLM2-135M, the drafter in assets/, built-in p
 """
 
 import dataclasses
+import functools
 import os
 import shlex
 import sys
@@ -45,7 +46,8 @@ class Settings:
     """Of drafted decoding; auto: what verifies faster on this machine. Plain decoding runs in its own fastest."""
     seed: int = 0
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raises ConfigError; not at construction, which tyro would report in its own way."""
         for field, least in (("tokens", 2), ("limit", 1), ("single", 1)):
             if getattr(self, field) < least:
                 raise ConfigError(f"--{field} {getattr(self, field)}: expected at least {least}")
@@ -80,8 +82,10 @@ def run(
     """
     prompts = {domain: ids[: settings.limit] for domain, ids in prompts.items()}
     bench = Bench(target, drafter, prompts, settings.tokens, settings.seed)
-    known = ["float32", "bfloat16"] if jax.default_backend() == "cpu" else ["bfloat16"]
-    began, compiling = time.perf_counter(), 0.0
+    # From bfloat16 weights there is no way back to the float32 model.
+    known = ["float32", "bfloat16"] if target.dtype == jax.numpy.float32 else ["bfloat16"]
+    began = time.perf_counter()
+    compile_seconds = 0.0
     rows, differences, probes, pieces = [], [], [], []
     for requests in REQUESTS:
         name = report.requests_text(requests)
@@ -91,30 +95,22 @@ def run(
         dtypes: dict[Policy, str] = {"plain": choice.plain_dtype, "draft": draft_dtype}
         probes.append({"requests": requests, **dtypes, "plain_ms": choice.plain_ms, "verify_ms": choice.verify_ms})
         chosen = {domain: ids[: settings.single if requests == 1 else None] for domain, ids in prompts.items()}
-        sizes = {min(requests, len(ids) - start) for ids in chosen.values() for start in range(0, len(ids), requests)}
-        here = []
+        on_step(f"{name}: compiling", 0)
+        compile_seconds += bench.warm_up(chosen, requests, TEMPERATURES, dtypes)
+        on_step(f"{name}: compiled", 1)
+        mine = []
         for temperature in TEMPERATURES:
-            on_step(f"{name}, temperature {temperature:g}: compiling", 1)
-            start = time.perf_counter()
-            bench.warm_up(sizes, chosen, temperature, dtypes)
-            compiling += time.perf_counter() - start
             for domain, ids in chosen.items():
                 where = f"{name}, temperature {temperature:g}, {domain}"
+                tell = functools.partial(lambda where, policy: on_step(f"{where}: {policy}", 0), where)
+                cell = bench.cell(domain, ids, requests, temperature, dtypes, tell)
                 on_step(where, 1)
-                cell = bench.cell(
-                    domain,
-                    ids,
-                    requests,
-                    temperature,
-                    dtypes,
-                    lambda policy, where=where: on_step(f"{where}: {policy}", 0),
-                )
-                here += cell.rows
+                mine += cell.rows
                 differences += cell.differences
         on_step(f"{name}: timing the pieces of a round", 0)
         times = probe.time_pieces(*bench.models(draft_dtype), requests, bench.cache_length)
-        pieces.append(report.where_time_goes(here, requests, times))
-        rows += here
+        pieces.append(report.where_time_goes(mine, requests, times))
+        rows += mine
     return {
         "machine": report.machine(),
         "dtype": {str(p["requests"]): {"plain": p["plain"], "draft": p["draft"]} for p in probes},
@@ -124,14 +120,14 @@ def run(
         "summary": report.summarise(rows),
         "differences": differences,
         "where_time_goes": pieces,
-        "compile_seconds": compiling,
+        "compile_seconds": compile_seconds,
         "total_seconds": time.perf_counter() - began,
     }
 
 
 def count_steps(prompts: Prompts) -> int:
     """How many steps `run` announces."""
-    return len(REQUESTS) * len(TEMPERATURES) * (1 + len(prompts))
+    return len(REQUESTS) * (1 + len(TEMPERATURES) * len(prompts))
 
 
 def encode(target: Target, prompts: Sequence[Prompt], tokens: int) -> dict[str, list[list[int]]]:
@@ -143,8 +139,8 @@ def encode(target: Target, prompts: Sequence[Prompt], tokens: int) -> dict[str, 
         ids = target.tokenizer.chat([{"role": "user", "content": prompt.text}], add_generation_prompt=True)
         if len(ids) + tokens > target.config.max_length:
             raise ConfigError(
-                f"prompt {prompt.text[:40]!r} of {prompt.domain} has {len(ids)} tokens; with {tokens} new ones it exceeds"
-                f" the target's context of {target.config.max_length}: shorten it or lower --tokens"
+                f"prompt {prompt.text[:40]!r} of {prompt.domain} has {len(ids)} tokens; with {tokens} new ones it"
+                f" exceeds the target's context of {target.config.max_length}: shorten it or lower --tokens"
             )
         by_domain.setdefault(prompt.domain, []).append(ids)
     return by_domain
@@ -174,32 +170,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = tyro.cli(Args, args=argv, description=__doc__)
         # Cheap checks first: nobody should wait minutes to hear of a wrong path.
-        path = find_drafter(args)
+        args.settings.check()
+        drafter_path = find_drafter(args)
         chosen = choose_prompts(args.prompts, args.settings.limit)
         if args.json:
             report.check_writable(args.json)
-        target = load_target(args.target)
-        drafter = load_drafter(path, target)
+        wanted = "bfloat16" if args.settings.dtype == "auto" else args.settings.dtype
+        target = load_target(args.target, "float32" if jax.default_backend() == "cpu" else wanted)
+        drafter = load_drafter(drafter_path, target, str(target.dtype))
         prompts = encode(target, chosen, args.settings.tokens)
-        columns = (
-            SpinnerColumn(),
-            BarColumn(30),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.description}"),
-        )
-        with Progress(*columns, console=report.console(), transient=True) as progress:
+        bar = (SpinnerColumn(), BarColumn(30), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*bar, TextColumn("{task.description}"), console=report.console(), transient=True) as progress:
             task = progress.add_task("", total=count_steps(prompts))
-            result = run(
-                target, drafter, prompts, args.settings,
-                lambda text, done: progress.update(task, description=text, advance=done),
-            )  # fmt: skip
-        head = {
-            "command": shlex.join(["python", "-m", "serve.bench", *argv]),
-            "target": args.target,
-            "drafter": str(path),
-        }
-        result = head | result
+
+            def on_step(text: str, done: int) -> None:
+                progress.update(task, description=text, advance=done)
+
+            result = run(target, drafter, prompts, args.settings, on_step)
+        command = shlex.join(["python", "-m", "serve.bench", *argv])
+        result = {"command": command, "target": args.target, "drafter": str(drafter_path)} | result
         report.show(result)
         if args.json:
             report.write_json(args.json, result)

@@ -3,8 +3,10 @@
 Both policies decode the same batches in turn, so that whatever else the machine does falls on both alike.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
@@ -20,6 +22,7 @@ from serve.measure import Speed
 Prompts = Mapping[str, Sequence[Sequence[int]]]
 Policy = Literal["plain", "draft"]
 POLICIES: tuple[Policy, Policy] = ("plain", "draft")
+COMPILERS = 2  # programs compiled side by side: one leaves cores idle
 
 
 class Batch(NamedTuple):
@@ -37,6 +40,10 @@ class Batch(NamedTuple):
     def steps(self) -> int:
         """Compiled calls after prefill: rounds, or single tokens, until the last text ended."""
         return max(len(g.rounds) or len(g.tokens) - 1 for g in self.generations)
+
+
+def _batches(prompts: Sequence[Sequence[int]], requests: int) -> list[Sequence[Sequence[int]]]:
+    return [prompts[start : start + requests] for start in range(0, len(prompts), requests)]
 
 
 class Cell(NamedTuple):
@@ -67,17 +74,26 @@ class Bench:
             self._models[dtype] = cast, replace(drafter, params=cast_params(drafter.params, dtype), frozen=frozen)
         return self._models[dtype]
 
-    def warm_up(self, sizes: set[int], prompts: Prompts, temperature: float, dtypes: Mapping[Policy, str]) -> None:
-        """Compiles everything that batches of these sizes need. Shapes depend on nothing else, see `_decode`."""
-        ids = next(iter(prompts.values()))
+    def warm_up(
+        self, prompts: Prompts, requests: int, temperatures: Sequence[float], dtypes: Mapping[Policy, str]
+    ) -> float:
+        """Compiles all that these cells need, which depends on batch sizes alone (see `_decode`). Returns seconds."""
+        start = time.perf_counter()
         everything = range(self._loaded[0].config.vocab_size)
-        for size in sizes:
-            batch = [ids[i % len(ids)] for i in range(size)]
-            for policy in POLICIES:
-                # Texts that end at once compile the prefill; then, texts that end at the first other token, a round.
-                prefilled = self._decode(batch, policy, dtypes[policy], temperature, everything)
-                first = {g.tokens[0] for g in prefilled.generations}
-                self._decode(batch, policy, dtypes[policy], temperature, [t for t in everything if t not in first])
+        batches = {len(batch): batch for ids in prompts.values() for batch in _batches(ids, requests)}
+        for dtype in dtypes.values():
+            self.models(dtype)  # once, before threads ask for it
+
+        def one(batch: Sequence[Sequence[int]], policy: Policy, temperature: float) -> None:
+            # Texts that end at once compile the prefill; then, texts that end at the first other token, a round.
+            prefilled = self._decode(batch, policy, dtypes[policy], temperature, everything)
+            first = {g.tokens[0] for g in prefilled.generations}
+            self._decode(batch, policy, dtypes[policy], temperature, [t for t in everything if t not in first])
+
+        jobs = list(itertools.product(batches.values(), POLICIES, temperatures))
+        with ThreadPoolExecutor(COMPILERS) as pool:
+            list(pool.map(one, *zip(*jobs, strict=True)))
+        return time.perf_counter() - start
 
     def cell(
         self, domain: str, prompts: Sequence[Sequence[int]], requests: int, temperature: float,
@@ -85,11 +101,10 @@ class Bench:
     ) -> Cell:  # fmt: skip
         """Decodes all prompts, `requests` at a time, under both policies."""
         done: dict[Policy, list[Batch]] = {"plain": [], "draft": []}
-        for start in range(0, len(prompts), requests):
+        for number, batch in enumerate(_batches(prompts, requests)):
             for policy in POLICIES:
                 on_policy(policy)
-                batch = prompts[start : start + requests]
-                done[policy].append(self._decode(batch, policy, dtypes[policy], temperature, self.eos, start))
+                done[policy].append(self._decode(batch, policy, dtypes[policy], temperature, self.eos, number))
         rows = [
             {"domain": domain, "temperature": temperature, "policy": policy, "requests": requests}
             | {"prompts": len(prompts), "dtype": dtypes[policy]}
@@ -99,9 +114,8 @@ class Bench:
         if temperature > 0:
             return Cell(rows, [])
         texts = {policy: [g.tokens for batch in done[policy] for g in batch.generations] for policy in POLICIES}
-        if dtypes["plain"] == dtypes["draft"] or requests > 1:
-            self._greedy |= {(dtypes["plain"], tuple(p)): t for p, t in zip(prompts, texts["plain"], strict=True)}
-        plain = texts["plain"] if dtypes["plain"] == dtypes["draft"] else self._reference(prompts, dtypes["draft"])
+        self._greedy |= {(dtypes["plain"], tuple(p)): text for p, text in zip(prompts, texts["plain"], strict=True)}
+        plain = self._greedy_texts(prompts, dtypes["draft"])
         differences = []
         for index, (one, other) in enumerate(zip(plain, texts["draft"], strict=True)):
             position = measure.first_difference(one, other)
@@ -166,8 +180,8 @@ class Bench:
             "conditional_acceptance_by_position": measure.conditional_acceptance_by_position(counts, num_drafts),
         }
 
-    def _reference(self, prompts: Sequence[Sequence[int]], dtype: str) -> list[list[int]]:
-        """Greedy plain texts in a dtype that plain decoding was not timed in, decoded together: one row may be slow."""
+    def _greedy_texts(self, prompts: Sequence[Sequence[int]], dtype: str) -> list[list[int]]:
+        """Plain texts in the drafted ones' dtype; decoded here if plain decoding was timed in another."""
         missing = [ids for ids in prompts if (dtype, tuple(ids)) not in self._greedy]
         if missing:
             batch = self._decode(missing, "plain", dtype, 0.0, self.eos)

@@ -106,16 +106,12 @@ def show(result: Mapping[str, Any]) -> None:
             f" {probe['draft']}.",
             highlight=False,
         )
-    margins = [difference["margin"] for difference in result["differences"]]
     greedy = sum(row["prompts"] for row in result["rows"] if row["policy"] == "draft" and row["temperature"] == 0)
-    if margins:
-        text = f"{len(margins)} of {greedy} greedy texts differ from plain decoding; largest logit margin {max(margins):.2g}."
-    else:
-        text = f"All {greedy} greedy texts are those of plain decoding in the same dtype."
-    out.print(
-        f"{text} {result['total_seconds']:.0f} s, of which {result['compile_seconds']:.0f} s compiling.",
-        highlight=False,
-    )
+    text = f"All {greedy} greedy texts are those of plain decoding in the same dtype."
+    if margins := [difference["margin"] for difference in result["differences"]]:
+        text = f"{len(margins)} of {greedy} greedy texts differ from plain ones: logit margin up to {max(margins):.2g}."
+    seconds = f"{result['total_seconds']:.0f} s, of which {result['compile_seconds']:.0f} s compiling."
+    out.print(f"{text} {seconds}", highlight=False)
 
 
 def _main_table(rows: Sequence[Row], summary: Sequence[Row]) -> Table:

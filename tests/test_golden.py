@@ -8,20 +8,23 @@ import dataclasses
 import functools
 import math
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from dspark_jax import Drafter, LossConfig, Target, generate, load_drafter, load_target
 from dspark_jax import target as target_lib
+from dspark_jax.config import DrafterConfig
 from dspark_jax.drafters import dspark
+from dspark_jax.drafters.base import Frozen
 from dspark_jax.losses import drafter_loss
 from dspark_jax.weights.deepspec import name_table
 
 LOGITS, LOSS, GRADIENT = 2e-4, 1e-4, 1e-3
 NEW_TOKENS = 40
+BY_ROUND = ("acceptance_lengths", "proposals", "starts", "confidence_logits")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -70,16 +73,23 @@ def test_teacher_forced_logits_and_confidence(golden):
         assert out.confidence_BAG is None
 
 
-@functools.partial(jax.jit, static_argnames=("golden", "config"))
-def loss_of(golden: Golden, config: LossConfig, params: dict) -> jax.Array:
-    expected, drafter = golden.training, golden.drafter
-    anchors = jnp.where(expected["block_keep_mask"], expected["anchor_positions"], 0)
-    out = dspark.teacher_forced(drafter.config, params, drafter.frozen, expected["input_ids"], taps_of(golden), anchors)
+class Batch(NamedTuple):
+    tokens_BS: np.ndarray
+    taps_BSMD: np.ndarray
+    anchors_BA: np.ndarray
+    labels_BAG: np.ndarray
+    mask_BAG: np.ndarray
+    teacher_BAGV: np.ndarray
+
+
+def batch_of(golden: Golden) -> Batch:
+    t = golden.training
+    anchors = np.where(t["block_keep_mask"], t["anchor_positions"], 0)
     # The target's law of a label comes from the position before it: of slot i, from anchor + i.
-    before = np.minimum(anchors[..., None] + np.arange(drafter.config.num_drafts), expected["input_ids"].shape[1] - 1)
-    hidden = expected["target_last_hidden_states"][np.arange(len(before))[:, None, None], before]
-    teacher = target_lib.logits(golden.target.params, hidden)
-    return drafter_loss(out, expected["target_ids"], expected["eval_mask"], teacher, config)[0]
+    before = np.minimum(anchors[..., None] + np.arange(golden.drafter.config.num_drafts), t["input_ids"].shape[1] - 1)
+    hidden = t["target_last_hidden_states"][np.arange(len(before))[:, None, None], before]
+    teacher = hidden @ np.asarray(target_lib.head_table(golden.target.params)).T
+    return Batch(t["input_ids"], taps_of(golden), anchors, t["target_ids"], t["eval_mask"], teacher)
 
 
 LOSSES = {
@@ -90,15 +100,28 @@ LOSSES = {
 }
 
 
+loss_jit = jax.jit(drafter_loss, static_argnames="config")
+
+
+@functools.partial(jax.jit, static_argnames="config")
+@jax.grad
+def loss_gradient(params: dict, config: DrafterConfig, frozen: Frozen, batch: Batch) -> jax.Array:
+    out = dspark.teacher_forced(config, params, frozen, *batch[:3])
+    return drafter_loss(out, batch.labels_BAG, batch.mask_BAG, batch.teacher_BAGV, LossConfig())[0]
+
+
 def test_losses(golden):
+    batch = batch_of(golden)
+    out = golden.drafter.teacher_forced(*batch[:3], golden.training["block_keep_mask"])
     for name, config in LOSSES.items():
         if name in golden.training:
-            loss = loss_of(golden, config, golden.drafter.params)
+            loss, _ = loss_jit(out, batch.labels_BAG, batch.mask_BAG, batch.teacher_BAGV, config)
             np.testing.assert_allclose(loss, golden.training[name], atol=LOSS, err_msg=name)
 
 
 def test_gradients_of_every_trained_tensor(golden):
-    gradients = jax.grad(functools.partial(loss_of, golden, LossConfig()))(golden.drafter.params)
+    drafter = golden.drafter
+    gradients = loss_gradient(drafter.params, drafter.config, drafter.frozen, batch_of(golden))
     expected = {name.removeprefix("grad/"): x for name, x in golden.training.items() if name.startswith("grad/")}
     table = name_table(golden.drafter.config)
     assert table.keys() == expected.keys()
@@ -116,10 +139,11 @@ def decoded(golden: Golden):
 
 def test_greedy_decoding_is_exact_round_by_round(golden):
     for i, generation in enumerate(decoded(golden)):
-        prompt, expected = (
-            golden.prompts[i],
-            {name.removeprefix(f"p{i}_"): x for name, x in golden.decoding.items() if name.startswith(f"p{i}_")},
-        )
+        prompt = golden.prompts[i]
+        expected = {name.removeprefix(f"p{i}_"): x for name, x in golden.decoding.items() if name.startswith(f"p{i}_")}
+        # The reference still drafts when the last token it needs is there but has not been through the target.
+        count = np.sum(expected["starts"] < len(prompt) + NEW_TOKENS - 1)
+        expected = expected | {name: x[:count] for name, x in expected.items() if name in BY_ROUND}
         text = prompt + generation.tokens
         assert text == expected["output"][: len(prompt) + NEW_TOKENS].tolist()
         assert [r.draft for r in generation.rounds] == expected["proposals"][:, 1:].tolist()
@@ -135,9 +159,18 @@ def test_greedy_decoding_is_exact_round_by_round(golden):
             assert all(r.confidence is None for r in generation.rounds)
 
 
-def test_decoding_with_and_without_the_drafter_is_plain_greedy_decoding(golden):
+def references(golden: Golden) -> list[list[int]]:
+    """Plain greedy decoding by the reference."""
+    texts = [golden.decoding[f"p{i}_greedy_reference"].tolist() for i in range(3)]
+    return [text[len(prompt) :][:NEW_TOKENS] for text, prompt in zip(texts, golden.prompts, strict=True)]
+
+
+def test_drafted_text_is_the_references_plain_text(golden):
+    assert [generation.tokens for generation in decoded(golden)] == references(golden)
+
+
+@pytest.mark.slow
+def test_plain_text_is_the_references_plain_text(golden):
     plain = generate(golden.target, None, golden.prompts, NEW_TOKENS)
-    for i, (generation, drafted) in enumerate(zip(plain, decoded(golden), strict=True)):
-        reference = golden.decoding[f"p{i}_greedy_reference"][len(golden.prompts[i]) :]
-        assert generation.tokens == drafted.tokens == reference[:NEW_TOKENS].tolist()
-        assert generation.rounds == []
+    assert [generation.tokens for generation in plain] == references(golden)
+    assert all(generation.rounds == [] for generation in plain)

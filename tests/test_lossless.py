@@ -230,8 +230,8 @@ def test_counterexample_of_the_paper(schedule, chance_of_a):
     lengths = jax.jit(jax.vmap(rule))(confidence)[:, 0]
     target_law = jnp.broadcast_to(jnp.array([0.7, 0.3]), (4, 3, 2))
     draft = BlockSample(tokens, tokens, jnp.full((4, 2, 2), 0.5))
-    accept, weight = token_acceptance(target_law, draft, lengths)
-    after = next_law(target_law, draft, lengths, jnp.zeros(4, jnp.int32), weight)[:, 0]
+    accept, weight = jax.jit(token_acceptance)(target_law, draft, lengths)
+    after = jax.jit(next_law)(target_law, draft, lengths, jnp.zeros(4, jnp.int32), weight)[:, 0]
     emits_a = jnp.where(tokens[:, 0] == 0, accept[:, 0], 0.0) + (1 - accept[:, 0]) * after
     assert float(jnp.mean(emits_a)) == pytest.approx(chance_of_a, abs=1e-6)
 

@@ -44,11 +44,15 @@ def fill(shapes: Any, seed: int) -> Any:
     return jax.tree_util.tree_map_with_path(draw, shapes)
 
 
-def make_target(seed: int = 0, **changes: Any) -> Target:
+def make_target(seed: int = 0, mixing: float = 1.0, **changes: Any) -> Target:
+    """`mixing` scales what layers add to the embedding: near 0, a next token depends on little but the last one."""
     config = dataclasses.replace(TARGET, **changes)
     ids = jnp.zeros((1, 1), jnp.int32)
     shapes = jax.eval_shape(lambda: TargetModel(config).init(jax.random.key(0), ids, ids))["params"]
-    return Target(config, fill(shapes, seed))
+    params = fill(shapes, seed)
+    for layer in (params[f"layers_{i}"] for i in range(config.num_layers)):
+        layer.update(o=layer["o"] * mixing, down=layer["down"] * mixing)
+    return Target(config, params)
 
 
 def make_drafter(target: Target, seed: int = 1, draft_to_target: np.ndarray | None = None, **changes: Any) -> Drafter:
@@ -69,7 +73,7 @@ def make_drafter(target: Target, seed: int = 1, draft_to_target: np.ndarray | No
         num_target_layers=t.num_layers,
         block_size=4,
         mask_token_id=t.vocab_size - 1,
-        markov_rank=8,
+        markov_rank=t.d_model,
         confidence_head=True,
         confidence_with_markov=True,
         draft_vocab_size=0 if draft_to_target is None else len(draft_to_target),
@@ -77,6 +81,17 @@ def make_drafter(target: Target, seed: int = 1, draft_to_target: np.ndarray | No
     config = dataclasses.replace(config, **changes)
     shapes = jax.eval_shape(lambda: dspark.init_params(config, jax.random.key(0)))
     return Drafter(config, fill(shapes, seed), frozen_parts(target.params, draft_to_target))
+
+
+def good_drafter(target: Target, draft_to_target: np.ndarray | None = None) -> Drafter:
+    """A drafter that is often right about a target with little `mixing`: its Markov head is that target without
+    layers, and its backbone adds nothing."""
+    drafter = make_drafter(target, draft_to_target=draft_to_target, num_layers=1)
+    embed = target.params["embed"]
+    w1 = embed / jnp.sqrt(jnp.mean(embed * embed, axis=1, keepdims=True))
+    markov = {"w1": w1, "w2": drafter.frozen.head_VD * target.params["final_norm"][None, :]}
+    backbone = drafter.params["backbone"] | {"norm": jnp.zeros(target.config.d_model)}
+    return dataclasses.replace(drafter, params=drafter.params | {"markov": markov, "backbone": backbone})
 
 
 def random_tokens(seed: int, *shape: int, vocab_size: int = TARGET.vocab_size) -> np.ndarray:

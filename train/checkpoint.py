@@ -1,5 +1,6 @@
 """Checkpoints of a run: training state, place in the data and the run's own facts, written together or not at all."""
 
+import contextlib
 import dataclasses
 import json
 from pathlib import Path
@@ -46,6 +47,7 @@ class Checkpoints:
         except OSError as error:
             raise ConfigError(f"{directory}: cannot keep checkpoints there ({error})") from error
         self._writing: Any = None
+        self._failed = False
 
     @property
     def latest(self) -> int | None:
@@ -75,10 +77,12 @@ class Checkpoints:
             raise self._cannot_write(error) from error
 
     def close(self) -> None:
+        """Waits as `wait` does. A failure that was reported already is not reported again."""
         try:
             self.wait()
         finally:
-            self._checkpointer.close()
+            with contextlib.suppress(*([Exception] if self._failed else [])):
+                self._checkpointer.close()
 
     def load_facts(self) -> RunFacts:
         """Facts of the newest checkpoint. Raises ConfigError where there is none, or none that can be read."""
@@ -104,6 +108,7 @@ class Checkpoints:
         )
 
     def _cannot_write(self, error: Exception) -> ConfigError:
+        self._failed = True
         last = "there is no finished one" if self.latest is None else f"the last finished one is of step {self.latest}"
         return ConfigError(
             f"{self._directory}: cannot write a checkpoint ({_first_line(error)}); {last}; free some space, then go on"
@@ -127,4 +132,4 @@ def check_drafter(facts: RunFacts, config: DrafterConfig, directory: Path) -> No
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

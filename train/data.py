@@ -6,13 +6,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import grain
+import jax
 import numpy as np
 
 from dspark_jax.config import ConfigError, DataSettings
 from dspark_jax.generate import bucket
 from train.conversations import Record
+from train.features import CachedFeatures
 
-Element = dict[str, np.ndarray]
+Element = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,8 +77,13 @@ def coverage(records: Sequence[Record], vocabulary: np.ndarray) -> float:
     return float(np.isin(supervised, vocabulary).mean())
 
 
-def element(record: Record, size: Sizes, rng: np.random.Generator) -> Element:
-    """A padded record with fresh anchors: uniform without replacement, ascending; `keep` marks the real ones."""
+def element(
+    record: Record, size: Sizes, rng: np.random.Generator, features: CachedFeatures | None = None
+) -> Element:
+    """A padded record with fresh anchors: uniform without replacement, ascending; `keep` marks the real ones.
+
+    With a cache its target features come along, as "features".
+    """
     tokens, supervised = np.zeros(size.length, np.int32), np.zeros(size.length, bool)
     tokens[: len(record.tokens)] = record.tokens
     supervised[: len(record.supervised)] = record.supervised
@@ -84,28 +91,33 @@ def element(record: Record, size: Sizes, rng: np.random.Generator) -> Element:
     count = min(len(valid), size.anchors)
     anchors = np.zeros(size.anchors, np.int32)
     anchors[:count] = np.sort(rng.choice(valid, count, replace=False))
-    return {"tokens": tokens, "supervised": supervised, "anchors": anchors, "keep": np.arange(size.anchors) < count}
+    row = {"tokens": tokens, "supervised": supervised, "anchors": anchors, "keep": np.arange(size.anchors) < count}
+    return row if features is None else row | {"features": features.read(record, size.length)}
 
 
-def batches(records: Sequence[Record], size: Sizes, batch_size: int, seed: int) -> grain.DatasetIterator:
+def batches(
+    records: Sequence[Record], size: Sizes, batch_size: int, seed: int, features: CachedFeatures | None = None
+) -> grain.DatasetIterator:
     """Endless batches, every epoch in a new order with new anchors, all determined by `seed`.
 
     `get_state` and `set_state` of the iterator restore its place exactly.
     """
     dataset = grain.MapDataset.source(records).seed(seed).shuffle().repeat()
-    dataset = dataset.random_map(lambda record, rng: element(record, size, rng))
+    dataset = dataset.random_map(lambda record, rng: element(record, size, rng, features))
     dataset = dataset.batch(batch_size, drop_remainder=True)
     return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
 
 
-def held_out_batches(records: Sequence[Record], size: Sizes, batch_size: int, seed: int) -> Iterator[Element]:
+def held_out_batches(
+    records: Sequence[Record], size: Sizes, batch_size: int, seed: int, features: CachedFeatures | None = None
+) -> Iterator[Element]:
     """The records once, always with the same anchors; rows that fill up the last batch supervise nothing."""
-    rows = [element(record, size, np.random.default_rng([seed, record.number])) for record in records]
-    filler = {name: np.zeros_like(value) for name, value in rows[0].items()}
+    rows = [element(record, size, np.random.default_rng([seed, record.number]), features) for record in records]
+    filler = jax.tree.map(np.zeros_like, rows[0])
     rows += [filler] * (-len(rows) % batch_size)
     for start in range(0, len(rows), batch_size):
         part = rows[start : start + batch_size]
-        yield {name: np.stack([row[name] for row in part]) for name in filler}
+        yield jax.tree.map(lambda *leaves: np.stack(leaves), *part)
 
 
 def fingerprint(records: Sequence[Record], **settings: Any) -> str:

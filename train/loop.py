@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 from rich.console import Console
+from safetensors import SafetensorError
 
 from dspark_jax.config import Config, ConfigError
 from dspark_jax.weights.deepspec import write_drafter
@@ -84,7 +84,9 @@ class _Training:
                 # Other records: the old place means nothing, and the old order would repeat its first records.
                 self.data_seed, place = config.train.seed + self.step, None
                 console.print(f"note: the data changed since step {self.step}: its order starts anew", markup=False)
-        self.batches = data.batches(run.train, run.size, config.train.batch_size, self.data_seed)
+        self.batches = data.batches(
+            run.train, run.size, config.train.batch_size, self.data_seed, run.features
+        )
         if place is not None:
             self.batches.set_state(place)
         held_out = sorted(run.held_out, key=lambda record: record.split_key)
@@ -92,7 +94,7 @@ class _Training:
         self.prompts = evaluate.prompts(
             held_out, config.train.eval_prompts, run.target.config.max_length - config.train.eval_tokens
         )
-        self.lengths: dict[str, float] = {}
+        self.measured: dict[str, Any] = {}
 
     def run(self) -> Outcome:
         settings = self.run_.config.train
@@ -126,18 +128,21 @@ class _Training:
     def _evaluate(self, report: Report) -> None:
         """Held-out loss and real accepted length; keeps the drafter when it is the best so far."""
         run, settings = self.run_, self.run_.config.train
-        elements = data.held_out_batches(self.held_out, run.size, settings.batch_size, settings.seed)
+        elements = data.held_out_batches(
+            self.held_out, run.size, settings.batch_size, settings.seed, run.features
+        )
         step = functools.partial(_eval, run, self.state.params)
         metrics: dict[str, Any] = dict(evaluate.held_out_metrics(step, elements))
         drafter = run.servable(self.state.params)
-        for temperature in (0.0, 1.0):
-            length = evaluate.accepted_length(
+        length, sampled = (
+            evaluate.accepted_length(
                 run.target, drafter, self.prompts, settings.eval_tokens, temperature, settings.seed
             )
-            self.lengths[f"temperature_{temperature:g}"] = length
-        metrics |= {f"accepted_length/{name}": length for name, length in self.lengths.items()}
+            for temperature in (0.0, 1.0)
+        )
+        metrics |= {"accepted_length/temperature_0": length, "accepted_length/temperature_1": sampled}
+        self.measured = {"step": self.step, "temperature_0": length, "temperature_1": sampled}
         report.scalars("held_out", metrics, self.step)
-        length, sampled = self.lengths["temperature_0"], self.lengths["temperature_1"]
         best = self.best is None or length > self.best
         report.say(
             f"step {self.step}: held-out loss {float(metrics['loss']):.4f}, tau {float(metrics['tau']):.3f}, accepted"
@@ -164,25 +169,23 @@ class _Training:
         self._write_drafter("drafter")
 
     def _write_drafter(self, name: str) -> None:
-        """Writes a servable drafter beside its place first, so that the one there is whole at every moment."""
         run = self.run_
+        config = dataclasses.asdict(run.config)
+        # Names only: where the files lie is nobody's business who downloads the drafter.
+        config["target"]["path"] = run.target.config.name or Path(run.config.target.path).name
+        config["data"] |= {"paths": [Path(path).name for path in run.config.data.paths], "features": ""}
         notes = {
             "step": self.step,
-            "accepted_length": self.lengths,
-            "target": run.target.config.name or run.config.target.path,
+            "measured": self.measured,
             "chat_template": run.target.tokenizer.template_hash,
             "conversations": len(run.train),
-            "config": dataclasses.asdict(run.config),
+            "config": config,
         }
-        place, fresh = self.workdir / name, self.workdir / f"{name}.new"
+        params = jax.device_get(self.state.params)
         try:
-            shutil.rmtree(fresh, ignore_errors=True)
-            params = jax.device_get(self.state.params)
-            write_drafter(fresh, run.drafter, params, run.draft_vocabulary, run.target.config, notes)
-            shutil.rmtree(place, ignore_errors=True)
-            fresh.rename(place)
-        except OSError as error:
-            raise ConfigError(f"{place}: cannot write the drafter ({error}); free some space") from error
+            write_drafter(self.workdir / name, run.drafter, params, run.draft_vocabulary, notes)
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"{self.workdir / name}: cannot write the drafter ({error}); free some space") from error
 
 
 def _eval(run: setup.Run, params: Any, batch: evaluate.Batch) -> dict[str, jax.Array]:

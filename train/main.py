@@ -11,6 +11,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import dataclasses
 import importlib.util
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -63,6 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = tyro.cli(Config, args=settings + wants_help, default=load_config(command.config), prog="train.main")
         from train.loop import train
 
+        # Orbax logs the traceback of a failed write, which is then reported as one line.
+        logging.getLogger("absl").setLevel(logging.CRITICAL)
         outcome = train(config, command.workdir, command.resume, Console())
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)

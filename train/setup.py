@@ -1,6 +1,7 @@
 """From a config to everything that the loop runs on: target, records, vocabulary, sizes, models and frozen weights."""
 
 import dataclasses
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -13,6 +14,7 @@ from dspark_jax.target import Target, cast_params
 from dspark_jax.verify import inverse_map
 from train import data
 from train.conversations import Conversations, Record, load_conversations
+from train.features import CachedFeatures
 from train.step import StepModels, StepWeights
 from train.tiny import TINY, tiny_target
 
@@ -31,6 +33,7 @@ class Run:
     draft_vocabulary: np.ndarray | None
     models: StepModels
     weights: StepWeights
+    features: CachedFeatures | None
 
     def servable(self, params: Params) -> Drafter:
         """The drafter as it is served, in the target's dtype."""
@@ -86,6 +89,10 @@ def build(config: Config, draft_vocabulary: list[int] | None) -> Run:
             chosen = np.asarray(draft_vocabulary, np.int32)
     frozen = frozen_parts(target.params, chosen)
     target_to_draft = None if chosen is None else inverse_map(jax.numpy.asarray(chosen), shape.vocab_size)
+    features = None
+    if config.data.features:
+        features = CachedFeatures(Path(config.data.features), target, drafter)
+        features.require(conversations.records)
     return Run(
         config=config,
         target=target,
@@ -97,4 +104,5 @@ def build(config: Config, draft_vocabulary: list[int] | None) -> Run:
         draft_vocabulary=chosen,
         models=StepModels(shape, drafter, config.loss, config.optimizer, config.train),
         weights=StepWeights(target.params, frozen, target_to_draft),
+        features=features,
     )

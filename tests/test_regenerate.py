@@ -1,0 +1,72 @@
+"""train.regenerate: every prompt is answered once, by the target, whatever interrupts it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dspark_jax import ConfigError, generate
+from train.regenerate import Args, run
+from train.tiny import tiny_target
+
+PROMPTS = [f"Say {word}." for word in ("one", "two", "three", "four", "five", "six")]
+
+
+def made(tmp_path: Path, **settings: Any) -> Args:
+    lines: list[dict[str, Any]] = [{"turns": [text], "category": "x"} for text in PROMPTS]
+    lines[2:2] = [{"turns": []}, {"turns": ["  "]}, {"turns": ["long " * 40]}]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    chosen = {"max_new_tokens": 5, "max_prompt_tokens": 64, "batch_size": 4} | settings
+    return Args(prompts=tmp_path / "prompts.jsonl", out=tmp_path / "answers.jsonl", **chosen)
+
+
+def answers(args: Args) -> list[dict[str, Any]]:
+    text = args.out.read_text()
+    assert text.endswith("\n")
+    return [json.loads(line) for line in text.split("\n")[:-1]]
+
+
+def test_counts_and_records_are_right(tmp_path: Path) -> None:
+    args = made(tmp_path)
+    assert run(args, tiny_target()) == {"written": 6, "already there": 0, "too long": 1, "empty": 2}
+    records = answers(args)
+    assert sorted(record["prompt"] for record in records) == [0, 1, 5, 6, 7, 8]
+    assert {record["messages"][0]["content"] for record in records} == set(PROMPTS)
+    assert all(record["category"] == "x" and record["finish"] in ("stop", "length") for record in records)
+    greedy = [record for record in records if record["sampling"]["temperature"] == 0]
+    assert 0 < len(greedy) < len(records)
+
+
+def test_a_greedy_answer_is_the_targets_own(tmp_path: Path) -> None:
+    args, target = made(tmp_path, greedy_fraction=1.0), tiny_target()
+    run(args, target)
+    for record in answers(args):
+        prompt = target.tokenizer.chat(record["messages"][:1], add_generation_prompt=True)
+        (plain,) = generate(target, None, [prompt], 5, eos_token_ids=target.config.eos_token_ids)
+        assert record["messages"][1]["content"] == target.tokenizer.decode(plain.tokens)
+        assert (record["finish"] == "stop") == (plain.tokens[-1] in target.config.eos_token_ids)
+
+
+def test_a_killed_run_goes_on_and_answers_nothing_twice(tmp_path: Path) -> None:
+    args = made(tmp_path)
+    run(args, tiny_target())
+    whole = args.out.read_bytes()
+    lines = whole.split(b"\n")
+    cut = b"\n".join(lines[:3]) + b"\n" + lines[3][: len(lines[3]) // 2]
+    args.out.write_bytes(cut)
+    assert run(args, tiny_target()) == {"written": 3, "already there": 3, "too long": 1, "empty": 2}
+    assert args.out.read_bytes().startswith(b"\n".join(lines[:3]) + b"\n")
+    assert sorted(record["prompt"] for record in answers(args)) == [0, 1, 5, 6, 7, 8]
+    assert run(args, tiny_target())["written"] == 0
+
+
+def test_missing_and_broken_prompts_are_named(tmp_path: Path) -> None:
+    args = made(tmp_path)
+    args.prompts.write_text('{"turns": ["a"]}\n{"turns"\n')
+    with pytest.raises(ConfigError, match=r"prompts\.jsonl:2: not JSON"):
+        run(args, tiny_target())
+    args.prompts.unlink()
+    with pytest.raises(ConfigError, match=r"prompts\.jsonl: cannot read it"):
+        run(args, tiny_target())
+    assert not args.out.exists()

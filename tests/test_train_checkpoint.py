@@ -1,0 +1,150 @@
+"""What train.checkpoint promises: all or nothing, bit for bit, and a clear word when it cannot be."""
+
+import contextlib
+import dataclasses
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from dspark_jax.config import ConfigError, DrafterConfig
+from train.checkpoint import Checkpoints, RunFacts, check_drafter
+
+
+class State(NamedTuple):
+    params: dict[str, Any]
+    opt_state: Any
+    step: jax.Array
+
+
+DRAFTER = DrafterConfig(
+    vocab_size=64, d_model=16, d_ff=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, rope_theta=1e4,
+    norm_eps=1e-6, max_length=128, target_layer_ids=(0, 1), num_target_layers=4, block_size=4, mask_token_id=1,
+)  # fmt: skip
+
+
+def state(seed: int) -> State:
+    keys = jax.random.split(jax.random.key(seed), 2)
+    params = {"a": jax.random.normal(keys[0], (64, 64)), "b": {"c": jax.random.normal(keys[1], (5,), jnp.bfloat16)}}
+    return State(params, optax.adam(1e-3).init(params), jnp.int32(seed))
+
+
+def facts(step: int, **changes: Any) -> RunFacts:
+    known = RunFacts(
+        step=step, drafter=dataclasses.asdict(DRAFTER), data="abc", data_seed=1, place={"next_index": step},
+        draft_vocabulary=[1, 2, 60], best=None, config={"train": {"max_steps": 9}},
+    )  # fmt: skip
+    return dataclasses.replace(known, **changes)
+
+
+def opened(directory: Path, keep: int = 2) -> Checkpoints:
+    return Checkpoints(directory, keep)
+
+
+@pytest.fixture
+def small_disk() -> Iterator[None]:
+    """No file may grow over 64 kB: what a full disk looks like to whoever writes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (65536, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_state_and_facts_come_back_bit_for_bit(tmp_path: Path) -> None:
+    writer = opened(tmp_path / "c")
+    writer.save(state(3), facts(3, best=1.25))
+    writer.close()
+    reader = opened(tmp_path / "c")
+    assert reader.latest == 3
+    assert reader.load_facts() == dataclasses.replace(
+        facts(3, best=1.25), drafter={**dataclasses.asdict(DRAFTER), "target_layer_ids": [0, 1]}
+    )
+    restored = reader.load_state(state(0))
+    reader.close()
+    assert jax.tree.structure(restored) == jax.tree.structure(state(3))
+    for left, right in zip(jax.tree.leaves(restored), jax.tree.leaves(state(3)), strict=True):
+        assert left.dtype == right.dtype
+        np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
+
+
+def test_a_saved_state_may_be_donated_at_once(tmp_path: Path) -> None:
+    step = jax.jit(lambda s: jax.tree.map(lambda x: x + jnp.ones((), x.dtype), s), donate_argnums=0)
+    current = state(1)
+    writer = opened(tmp_path / "c")
+    writer.save(current, facts(1))
+    for _ in range(5):
+        current = step(current)
+    writer.close()
+    reader = opened(tmp_path / "c")
+    np.testing.assert_array_equal(np.asarray(reader.load_state(state(0)).params["a"]), np.asarray(state(1).params["a"]))
+    reader.close()
+
+
+def test_only_the_last_checkpoints_are_kept(tmp_path: Path) -> None:
+    writer = opened(tmp_path / "c", keep=2)
+    for step in (1, 2, 3, 4):
+        writer.save(state(step), facts(step))
+    writer.close()
+    assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["3", "4"]
+
+
+def test_an_unfinished_checkpoint_is_not_taken_for_whole(tmp_path: Path) -> None:
+    writer = opened(tmp_path / "c")
+    writer.save(state(1), facts(1))
+    writer.close()
+    # What a kill leaves behind: files under the name of a write in progress.
+    (tmp_path / "c" / "2.orbax-checkpoint-tmp-1" / "state").mkdir(parents=True)
+    reader = opened(tmp_path / "c")
+    assert reader.latest == 1
+    assert int(reader.load_state(state(0)).step) == 1
+    reader.close()
+
+
+def test_a_directory_without_a_checkpoint_says_so(tmp_path: Path) -> None:
+    reader = opened(tmp_path / "c")
+    assert reader.latest is None
+    with pytest.raises(ConfigError, match="holds no finished checkpoint"):
+        reader.load_facts()
+    reader.close()
+
+
+def test_damage_is_named_and_not_loaded(tmp_path: Path) -> None:
+    writer = opened(tmp_path / "c")
+    writer.save(state(1), facts(1))
+    writer.close()
+    for path in (tmp_path / "c" / "1" / "state").rglob("*"):
+        if path.is_file() and path.stat().st_size > 4096:
+            path.write_bytes(path.read_bytes()[:100])
+    reader = opened(tmp_path / "c")
+    with pytest.raises(ConfigError, match=r"c/1: cannot read this checkpoint"):
+        reader.load_state(state(0))
+    reader.close()
+
+
+def test_a_full_disk_is_one_clear_error_and_the_last_checkpoint_survives(tmp_path: Path, small_disk: None) -> None:
+    small, large = {"a": jnp.arange(4)}, {"a": jax.random.normal(jax.random.key(0), (512, 512))}
+    writer = opened(tmp_path / "c")
+    writer.save(small, facts(1))
+    writer.wait()
+    with (
+        pytest.raises(ConfigError, match=r"cannot write a checkpoint .*last finished one is of step 1"),
+        contextlib.closing(writer),
+    ):
+        writer.save(large, facts(2))
+    reader = opened(tmp_path / "c")
+    assert reader.latest == 1
+    np.testing.assert_array_equal(np.asarray(reader.load_state(small)["a"]), np.arange(4))
+    reader.close()
+
+
+def test_another_drafter_is_refused_by_field(tmp_path: Path) -> None:
+    stored = facts(1, drafter={**dataclasses.asdict(DRAFTER), "target_layer_ids": [0, 1]})
+    check_drafter(stored, DRAFTER, tmp_path)
+    with pytest.raises(ConfigError, match="num_layers 1 there, 2 here"):
+        check_drafter(stored, dataclasses.replace(DRAFTER, num_layers=2), tmp_path)

@@ -1,0 +1,241 @@
+"""What train.conversations and train.data promise: exact masks, counted skips, valid anchors, resumable order."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dspark_jax.config import ConfigError, DataSettings
+from train import data
+from train.conversations import Conversations, load_conversations, read_jsonl
+from train.main import load_config
+from train.tiny import tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
+VOCAB = 512
+END = 258
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+def turn(role: str, content: Any) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def talk(*contents: str) -> dict[str, Any]:
+    """A conversation in which user and assistant take turns."""
+    return {"messages": [turn(("user", "assistant")[i % 2], content) for i, content in enumerate(contents)]}
+
+
+def write(path: Path, records: Iterable[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), encoding="utf-8")
+    return str(path)
+
+
+def load(path: Path, records: Iterable[dict[str, Any]], **settings: Any) -> Conversations:
+    chosen = {"max_length": 256, "num_anchors": 8, "min_supervised": 2} | settings
+    return load_conversations(DataSettings((write(path, records),), **chosen), TOKENIZER, VOCAB)
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> list:
+    made = [talk(f"question {i}", "answer " * (1 + i % 7)) for i in range(40)]
+    return load(tmp_path_factory.mktemp("data") / "x.jsonl", made).records
+
+
+def own_text(record: Any) -> str:
+    return TOKENIZER.decode(record.tokens[record.supervised].tolist(), keep_special=True)
+
+
+def test_only_answers_and_their_end_of_turn_are_supervised(tmp_path: Path) -> None:
+    made = {"messages": [turn("system", "S"), *talk("one", "uno", "two", "dos")["messages"], turn("user", "three")]}
+    (record,) = load(tmp_path / "x.jsonl", [made]).records
+    assert own_text(record) == "uno<|im_end|>dos<|im_end|>"
+    assert record.supervised[-1]  # nothing after the last answer is kept
+    asked = TOKENIZER.chat(made["messages"][:2], add_generation_prompt=True)
+    assert record.prompt == asked
+
+
+def test_an_answer_cut_by_a_token_limit_does_not_teach_its_end(tmp_path: Path) -> None:
+    stopped, cut = talk("a", "b", "c", "d") | {"finish": "stop"}, talk("a", "b", "c", "d") | {"finish": "length"}
+    texts = [own_text(record) for record in load(tmp_path / "x.jsonl", [stopped, cut]).records]
+    assert texts == ["b<|im_end|>d<|im_end|>", "b<|im_end|>d"]
+
+
+def test_both_spellings_of_a_conversation_give_the_same_record(tmp_path: Path) -> None:
+    spelt = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]}
+    left, right = load(tmp_path / "x.jsonl", [talk("hi", "hello"), spelt]).records
+    assert left.tokens.tolist() == right.tokens.tolist()
+    assert left.split_key == right.split_key
+
+
+def test_truncation_keeps_the_first_tokens(tmp_path: Path) -> None:
+    whole = load(tmp_path / "x.jsonl", [talk("hi", "x" * 100)])
+    cut = load(tmp_path / "x.jsonl", [talk("hi", "x" * 100)], max_length=50)
+    assert (whole.truncated, cut.truncated) == (0, 1)
+    assert cut.records[0].tokens.tolist() == whole.records[0].tokens[:50].tolist()
+    assert cut.records[0].supervised[-1]
+
+
+def test_every_skip_is_counted_with_its_reason(tmp_path: Path) -> None:
+    bad = [
+        {"messages": []},
+        {"messages": [turn("user", "hi")]},
+        {"messages": [turn("assistant", "hi")]},
+        {"messages": [turn("narrator", "hi"), turn("assistant", "long enough an answer")]},
+        {"messages": [turn("user", ["hi"]), turn("assistant", "long enough an answer")]},
+        talk("hi", "no"),
+        talk("hi", "neither"),
+    ]
+    loaded = load(tmp_path / "x.jsonl", [*bad, talk("hi", "long enough an answer")], min_supervised=10)
+    assert len(loaded.records) == 1
+    assert loaded.skipped == {
+        "empty conversation": 1,
+        "no assistant turn": 1,
+        "starts with an assistant turn": 1,
+        "unknown role": 1,
+        "content is not text": 1,
+        "fewer than 10 supervised tokens": 2,
+    }
+
+
+def test_ids_outside_the_vocabulary_and_refusals_of_the_template_are_skips(tmp_path: Path) -> None:
+    settings = DataSettings((write(tmp_path / "x.jsonl", [talk("hi", "hello")]),), max_length=64, min_supervised=2)
+    with pytest.raises(ConfigError, match="token ids out of range: 1"):
+        load_conversations(settings, TOKENIZER, END)
+    strict = tiny_tokenizer()
+    strict.tokenizer.chat_template = "{{ raise_exception('never') }}"
+    with pytest.raises(ConfigError, match="the chat template refuses it: 1"):
+        load_conversations(settings, strict, VOCAB)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b'{"messages": []}\n{"messages": [\n', r"x\.jsonl:2: not JSON"),
+        (b'[1]\n', r"x\.jsonl:1: expected a JSON object, found list"),
+        (b'\n{"text": "hi"}\n', r"x\.jsonl:2: has neither 'messages' nor 'conversations'"),
+        (b'{"messages": "hi"}\n', r"x\.jsonl:1: the turns"),
+        ('{"messages": "\u00e9"}'.encode("latin-1"), r"x\.jsonl:1: not UTF-8"),
+        (b"", "no usable conversation"),
+    ],
+)  # fmt: skip
+def test_a_broken_file_is_refused_by_file_and_line(tmp_path: Path, text: bytes, message: str) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(text)
+    with pytest.raises(ConfigError, match=message):
+        load_conversations(DataSettings((str(path),)), TOKENIZER, VOCAB)
+
+
+def test_a_line_separator_inside_a_string_ends_no_line(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes("\ufeff".encode() + json.dumps({"a": "x\u2028y"}, ensure_ascii=False).encode() + b"\r\n\n{}")
+    assert list(read_jsonl(path)) == [(1, {"a": "x\u2028y"}), (3, {})]
+
+
+def test_anchors_are_valid_distinct_sorted_and_fresh_in_every_epoch(records: list) -> None:
+    size = data.sizes(records, DataSettings(("x",), max_length=256, num_anchors=8, min_supervised=2))
+    assert size.anchors == 8
+    drawn: dict[bytes, set[bytes]] = {}
+    iterator = data.batches(records, size, 4, seed=0)
+    for _ in range(30):
+        batch = next(iterator)
+        for tokens, supervised, anchors, keep in zip(*(batch[name] for name in batch_names), strict=True):
+            kept = anchors[keep]
+            assert len(kept)
+            assert (np.diff(kept) > 0).all()
+            assert (supervised[kept] & supervised[kept + 1]).all()
+            assert not anchors[~keep].any()
+            drawn.setdefault(tokens.tobytes(), set()).add(anchors.tobytes())
+    assert len(drawn) == len(records)  # three epochs: every record came
+    assert sum(len(draws) for draws in drawn.values()) > 1.5 * len(records)
+
+
+batch_names = ("tokens", "supervised", "anchors", "keep")
+
+
+def test_an_epoch_shows_every_record_once(records: list) -> None:
+    size = data.Sizes(256, 4)
+    iterator = data.batches(records, size, 8, seed=1)
+    seen = [row.tobytes() for _ in range(len(records) // 8) for row in next(iterator)["tokens"]]
+    assert len(set(seen)) == len(seen) == len(records)
+
+
+def test_the_iterator_goes_on_exactly_where_its_state_says(records: list) -> None:
+    size = data.Sizes(256, 4)
+    straight = data.batches(records, size, 4, seed=3)
+    for _ in range(13):
+        next(straight)
+    place = json.loads(json.dumps(straight.get_state()))
+    resumed = data.batches(records, size, 4, seed=3)
+    resumed.set_state(place)
+    for _ in range(10):
+        left, right = next(straight), next(resumed)
+        assert all(np.array_equal(left[name], right[name]) for name in batch_names)
+
+
+def test_one_shape_holds_every_record(records: list) -> None:
+    settings = DataSettings(("x",), max_length=256, num_anchors=1000, min_supervised=2)
+    size = data.sizes(records, settings)
+    longest = max(len(record.tokens) for record in records)
+    assert longest <= size.length <= min(256, longest * 3 // 2)
+    assert size.anchors == max(len(record.anchors) for record in records)
+    assert all(len(record.tokens) <= size.length for record in records)
+    tokens, anchors = data.padding(records, size)
+    batch = next(data.batches(records, size, len(records), seed=0))
+    assert anchors == pytest.approx(1 - batch["keep"].mean())
+    assert tokens == pytest.approx(1 - sum(len(record.tokens) for record in records) / batch["tokens"].size)
+
+
+def test_held_out_batches_hold_each_record_once_and_fillers_supervise_nothing(records: list) -> None:
+    size = data.Sizes(256, 4)
+    left, right = (list(data.held_out_batches(records[:5], size, 4, seed=0)) for _ in range(2))
+    assert len(left) == 2
+    assert all(np.array_equal(a[name], b[name]) for a, b in zip(left, right, strict=True) for name in batch_names)
+    assert left[1]["keep"].any(axis=1).tolist() == [True, False, False, False]
+    assert not left[1]["supervised"][1:].any()
+
+
+def test_a_prompt_stays_on_its_side_of_the_split(tmp_path: Path, records: list) -> None:
+    train, held_out = data.split(records, 0.3)
+    assert len(train) + len(held_out) == len(records)
+    more = [talk(f"question {i}", "another answer") for i in range(80)]
+    train_more, held_out_more = data.split(load(tmp_path / "x.jsonl", more).records, 0.3)
+    prompts = [{tuple(r.prompt) for r in side} for side in (train, held_out, train_more, held_out_more)]
+    assert prompts[0] <= prompts[2]
+    assert prompts[1] <= prompts[3]
+    assert not prompts[2] & prompts[3]
+    with pytest.raises(ConfigError, match="validation_fraction"):
+        data.split(records[:1], 0.5)
+
+
+def test_the_draft_vocabulary_is_the_most_frequent_supervised_ids(tmp_path: Path) -> None:
+    loaded = load(tmp_path / "x.jsonl", [talk("zzzzzz", "aaaabbbc"), talk("zzzzzz", "aabbd")]).records
+    a, b, c = TOKENIZER.encode("abc")
+    chosen = data.draft_vocabulary(loaded, 4, VOCAB, always=(END, 256))
+    assert chosen.tolist() == sorted([a, b, END, 256])
+    assert chosen.dtype == np.int32
+    # a 6, b 5, c 1, d 1 and two ends of turn
+    assert data.coverage(loaded, chosen) == pytest.approx(13 / 15)
+    assert len(set(data.draft_vocabulary(loaded, 300, VOCAB, always=(END,)).tolist())) == 300
+    with pytest.raises(ConfigError, match="draft_vocab_size = 1"):
+        data.draft_vocabulary(loaded, 1, VOCAB, always=(END, 256))
+    assert c in data.draft_vocabulary(loaded, 5, VOCAB, always=(END, 256))
+
+
+def test_the_fingerprint_sees_records_order_and_settings(records: list) -> None:
+    known = data.fingerprint(records, batch_size=4)
+    assert known == data.fingerprint(list(records), batch_size=4)
+    others = [data.fingerprint(records[1:], batch_size=4), data.fingerprint(records[::-1], batch_size=4)]
+    others.append(data.fingerprint(records, batch_size=8))
+    assert known not in others
+
+
+def test_the_conversations_of_the_smoke_run_can_all_be_used() -> None:
+    config = load_config(REPOSITORY / "configs" / "tiny.py")
+    loaded = load_conversations(config.data, TOKENIZER, VOCAB)
+    assert len(loaded.records) >= 30
+    assert not loaded.truncated
+    data.split(loaded.records, config.data.validation_fraction)

@@ -1,0 +1,218 @@
+"""The training program end to end on the tiny random target: it learns, saves, resumes exactly, and refuses clearly."""
+
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from dspark_jax import load_drafter
+from dspark_jax.config import ConfigError, drafter_config
+from train import loop
+from train.checkpoint import Checkpoints, RunFacts
+from train.main import load_config, main
+from train.report import Report
+from train.step import TrainState, init_state
+from train.tiny import tiny_target
+
+CONFIG = Path(__file__).resolve().parents[1] / "configs" / "tiny.py"
+STEPS = 16
+# One set of settings for all runs: settings are part of the step's compile key.
+SETTINGS = f"""--train.max-steps {STEPS} --train.log-every 2 --train.checkpoint-every 8 --train.eval-every 8
+    --train.eval-prompts 2 --train.eval-tokens 8 --data.num-anchors 8""".split()
+
+
+def run(workdir: Path, *more: str) -> int:
+    return main(["--config", str(CONFIG), "--workdir", str(workdir), *SETTINGS, *more])
+
+
+def saved(workdir: Path) -> tuple[TrainState, RunFacts]:
+    """State and facts of the newest checkpoint, read as a new program would."""
+    config = load_config(CONFIG)
+    like = init_state(drafter_config(config.draft, tiny_target().config), config)
+    checkpoints = Checkpoints(workdir / "checkpoints", 2)
+    state, facts = checkpoints.load_state(like), checkpoints.load_facts()
+    checkpoints.close()
+    return state, facts
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run without interruption."""
+    workdir = tmp_path_factory.mktemp("train") / "straight"
+    assert run(workdir) == 0
+    return workdir
+
+
+def test_the_loss_falls_and_everything_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path) == 0
+    shown = capsys.readouterr().out
+    losses = [float(loss) for loss in re.findall(r"^step \d+: loss ([\d.]+)", shown, re.MULTILINE)]
+    assert len(losses) == STEPS // 2
+    assert np.mean(losses[-2:]) < 0.95 * np.mean(losses[:2])
+    assert "skipped 1 (fewer than 14 supervised tokens)" in shown
+    assert len(re.findall(r"accepted length [\d.]+ \(temperature 0\)", shown)) == 2
+    assert f"finished at step {STEPS}" in shown
+
+
+def test_a_run_leaves_checkpoints_scalars_and_drafters(straight: Path) -> None:
+    assert sorted(path.name for path in straight.iterdir()) == ["checkpoints", "drafter", "drafter_best", "tensorboard"]
+    assert sorted(path.name for path in (straight / "checkpoints").iterdir()) == [str(STEPS), str(STEPS // 2)]
+    (events,) = (straight / "tensorboard").iterdir()
+    written = events.read_bytes()
+    for tag in (
+        "train/loss", "train/ce", "train/tv", "train/confidence", "train/tau", "train/acceptance_by_slot/4",
+        "train/learning_rate", "train/grad_norm", "train/update_norm", "train/blocks_per_second",
+        "train/tokens_per_second", "held_out/loss", "held_out/accepted_length/temperature_0",
+    ):  # fmt: skip
+        assert tag.encode() in written, tag
+
+
+def test_the_drafter_written_is_the_drafter_trained(straight: Path) -> None:
+    state, facts = saved(straight)
+    drafter = load_drafter(straight / "drafter", tiny_target())
+    for trained, served in zip(jax.tree.leaves(state.params), jax.tree.leaves(drafter.params), strict=True):
+        np.testing.assert_allclose(np.asarray(trained), np.asarray(served), rtol=2**-8)  # bfloat16 on disk
+    assert drafter.frozen.draft_to_target_V.tolist() == facts.draft_vocabulary
+    best = load_drafter(straight / "drafter_best", tiny_target())
+    assert best.config == drafter.config
+    assert str(Path.cwd()) not in (straight / "drafter" / "config.json").read_text()
+
+
+def test_sigterm_saves_and_a_resumed_run_ends_where_a_straight_one_does(
+    straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real, calls = loop.train_step, []
+
+    def preempted(*args: Any) -> Any:
+        calls.append(None)
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(*args)
+
+    monkeypatch.setattr(loop, "train_step", preempted)
+    assert run(tmp_path / "w") == 0
+    assert "stopped and saved at step 3" in capsys.readouterr().out
+    assert saved(tmp_path / "w")[1].step == 3
+    assert run(tmp_path / "w") == 2  # a run is there: never overwritten by mistake
+    assert "--resume" in capsys.readouterr().err
+    assert run(tmp_path / "w", "--resume") == 0
+    (state, facts), (wanted, wanted_facts) = saved(tmp_path / "w"), saved(straight)
+    assert facts == wanted_facts
+    assert jax.tree.structure(state) == jax.tree.structure(wanted)
+    for left, right in zip(jax.tree.leaves(state), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--data.paths", "nowhere.jsonl"], "nowhere.jsonl: cannot read it"),
+        (["--target.path", "nowhere"], "target nowhere: no such file"),
+        (["--data.max-length", "4096"], "data max_length = 4096 exceeds the target's context of 512"),
+        (["--data.min-supervised", "500"], "no usable conversation (fewer than 500 supervised tokens: 40)"),
+        (["--data.validation-fraction", "1e-9"], "validation_fraction"),
+        (["--draft.draft-vocab-size", "2"], "draft_vocab_size = 2"),
+        (["--draft.mask-token-id", "258"], "mask_token_id = 258 ends a text"),
+        (["--resume"], "holds no checkpoint to resume from"),
+    ],
+)
+def test_what_the_user_must_put_right_is_one_line_and_exit_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert run(tmp_path, *arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert message in error
+
+
+def test_another_drafter_is_not_resumed(straight: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(straight, "--resume", "--draft.block-size", "3") == 2
+    assert "another drafter (block_size 4 there, 3 here)" in capsys.readouterr().err
+
+
+def test_a_finished_run_that_is_resumed_has_nothing_to_do(straight: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = saved(straight)[1]
+    assert run(straight, "--resume") == 0
+    assert f"finished at step {STEPS}" in capsys.readouterr().out
+    assert saved(straight)[1] == before
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--train.nonsense", "3"], ["--train.max-steps", "many"], ["--train.max-steps", "0"]]
+)
+def test_options_that_do_not_exist_or_fit_exit_with_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        run(tmp_path, *arguments)
+    assert exit_.value.code == 2
+    captured = capsys.readouterr()
+    assert arguments[0].removeprefix("--train.").replace("-", "_")[:3] in captured.err + captured.out
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "no such Python file"),
+        ("x = 1", "defines no get_config"),
+        ("def get_config(): return 3", "returned int, expected Config"),
+        ("def get_config(:", "invalid syntax"),
+        ("from dspark_jax.config import TrainSettings\nget_config = lambda: TrainSettings(stepz=3)", "stepz"),
+        (
+            "from dspark_jax.config import TrainSettings\nget_config = lambda: TrainSettings(max_steps=0)",
+            "max_steps = 0",
+        ),
+    ],
+)
+def test_a_config_that_is_none_is_refused_by_name(tmp_path: Path, text: str | None, message: str) -> None:
+    path = tmp_path / "c.py"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=r"c\.py: ") as error:
+        load_config(path)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["tiny", "smollm2_135m"])
+def test_every_config_loads(name: str) -> None:
+    assert load_config(CONFIG.with_name(f"{name}.py")).train.max_steps > 0
+
+
+def metrics(loss: float, skipped: bool) -> dict[str, np.ndarray]:
+    return {"loss": np.float32(loss), "skipped": np.float32(skipped), "blocks": np.float32(8)}
+
+
+def report(tmp_path: Path) -> Report:
+    return Report(tmp_path, 0, 100, loop.Console(width=200))
+
+
+def test_skipped_batches_are_counted_and_kept_out_of_the_means(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with report(tmp_path) as shown:
+        for i in range(6):
+            shown.add(metrics(float("nan") if i % 3 == 0 else 2.0, i % 3 == 0), tokens=5)
+        shown.flush(6)
+    assert shown.skipped == 2
+    assert "loss 2.0000" in capsys.readouterr().out
+
+
+def test_twenty_skipped_batches_in_a_row_end_the_run(tmp_path: Path) -> None:
+    with report(tmp_path) as shown:
+        for step in range(1, 20):
+            shown.add(metrics(float("nan"), True), tokens=5)
+            if step % 5 == 0:
+                shown.flush(step)
+        shown.add(metrics(1.0, False), tokens=5)  # one good batch starts the count again
+        for _ in range(19):
+            shown.add(metrics(float("nan"), True), tokens=5)
+        shown.flush(39)
+        shown.add(metrics(float("nan"), True), tokens=5)
+        with pytest.raises(ConfigError, match="20 batches in a row"):
+            shown.flush(40)

@@ -1,0 +1,241 @@
+"""Cached target features: worth it where the target's forward pass costs more than the drafter's step.
+
+    python -m train.features --config configs/X.py --out DIR [--yes] [--GROUP.FIELD VALUE ...]
+    python -m train.main --config configs/X.py --workdir RUN --data.features DIR
+
+The cache is a folder of ArrayRecord shards and a manifest that says which target, layers, dtype and template made
+them. Each entry holds one conversation, found again by a hash of its tokens. Size is estimated first; a run that is
+killed goes on after its last whole shard.
+"""
+
+import os
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+import dataclasses
+import functools
+import hashlib
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+import safetensors.numpy
+import tyro
+from array_record.python import array_record_module
+from rich.progress import track
+
+from dspark_jax.config import Config, ConfigError, DrafterConfig
+from dspark_jax.target import Target
+from train.conversations import Record
+from train.step import TargetFeatures, target_features
+
+_SHARD_RECORDS = 256
+_BATCH = 8
+Dtype = Literal["bfloat16", "float32"]
+
+
+def record_key(record: Record) -> str:
+    return hashlib.sha256(record.tokens.tobytes()).hexdigest()[:24]
+
+
+def identity(target: Target, drafter: DrafterConfig) -> dict[str, Any]:
+    """What features depend on: two caches with the same identity hold the same numbers for the same tokens."""
+    probe = hashlib.sha256()
+    for leaf in jax.tree.leaves(target.params):
+        probe.update(np.asarray(leaf.reshape(-1)[:64], np.float32).tobytes())
+    return {
+        "target": target.config.name,
+        "weights": probe.hexdigest()[:16],
+        "layers": list(drafter.target_layer_ids),
+        "log_partition": bool(drafter.draft_vocab_size),
+        "template": target.tokenizer.template_hash,
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    tokens: int
+    bytes: int
+    free: int
+
+    def __str__(self) -> str:
+        return f"{self.tokens} tokens, {self.bytes / 1e9:.2f} GB; {self.free / 1e9:.2f} GB are free"
+
+
+def estimate(records: Sequence[Record], target: Target, drafter: DrafterConfig, dtype: Dtype, out: Path) -> Estimate:
+    """Bytes that a cache will take, before anything is computed."""
+    tokens = sum(len(record.tokens) for record in records)
+    width = (len(drafter.target_layer_ids) + 1) * target.config.d_model
+    size = tokens * (width * (2 if dtype == "bfloat16" else 4) + 4)
+    existing = next(parent for parent in [out, *out.absolute().parents] if parent.exists())
+    return Estimate(tokens, size, shutil.disk_usage(existing).free)
+
+
+def _read_manifest(directory: Path) -> dict[str, Any]:
+    path = directory / "manifest.json"
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(f"{directory}: holds no feature cache (manifest.json is missing)") from error
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}: not JSON ({error}); make the cache anew") from error
+
+
+def _write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
+    scratch = directory / "manifest.json.part"
+    scratch.write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    scratch.replace(directory / "manifest.json")
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _check_identity(manifest: dict[str, Any], wanted: dict[str, Any], directory: Path) -> None:
+    for name, value in wanted.items():
+        if manifest.get(name) != value:
+            raise ConfigError(
+                f"{directory}: this cache was made with {name} = {manifest.get(name)!r}, the run needs {value!r}:"
+                " make another cache with train.features"
+            )
+
+
+@functools.partial(jax.jit, static_argnames=("target", "drafter"))
+def _compute(target: Any, drafter: DrafterConfig, params: Any, tokens_BS: jax.Array) -> TargetFeatures:
+    return target_features(target, drafter, params, tokens_BS)
+
+
+def write_features(
+    records: Sequence[Record], length: int, target: Target, drafter: DrafterConfig, dtype: Dtype, out: Path
+) -> int:
+    """Computes and stores the features of `records`, padded to `length` while computing; returns how many were made.
+
+    Records already in the cache are left as they are. Raises ConfigError for a cache of another identity or dtype.
+    """
+    wanted = identity(target, drafter) | {"dtype": dtype}
+    out.mkdir(parents=True, exist_ok=True)
+    manifest: dict[str, Any] = wanted | {"shards": []}
+    if (out / "manifest.json").exists():
+        manifest = _read_manifest(out)
+        _check_identity(manifest, wanted, out)
+    known = {key for shard in manifest["shards"] for key in shard["keys"]}
+    todo = list({record_key(record): record for record in records if record_key(record) not in known}.values())
+    shards = [todo[start : start + _SHARD_RECORDS] for start in range(0, len(todo), _SHARD_RECORDS)]
+    for shard in track(shards, description="features", disable=not shards):
+        path = out / f"shard-{len(manifest['shards']):05d}.array_record"
+        scratch = path.with_suffix(".part")
+        try:
+            writer = array_record_module.ArrayRecordWriter(str(scratch), "group_size:1")
+            for start in range(0, len(shard), _BATCH):
+                for entry in _entries(shard[start : start + _BATCH], length, target, drafter, dtype):
+                    writer.write(entry)
+            writer.close()
+        except (OSError, RuntimeError) as error:
+            scratch.unlink(missing_ok=True)
+            raise ConfigError(f"{path}: cannot write it ({error}); free some space and run again") from error
+        scratch.replace(path)
+        keys = [record_key(record) for record in shard]
+        manifest["shards"].append({"file": path.name, "sha256": _checksum(path), "keys": keys})
+        _write_manifest(out, manifest)
+    return len(todo)
+
+
+def _entries(
+    records: Sequence[Record], length: int, target: Target, drafter: DrafterConfig, dtype: Dtype
+) -> list[bytes]:
+    tokens_BS = np.zeros((_BATCH, length), np.int32)
+    for row, record in enumerate(records):
+        tokens_BS[row, : len(record.tokens)] = record.tokens
+    features = jax.device_get(_compute(target.config, drafter, target.params, tokens_BS))
+    number = jax.numpy.dtype(dtype)
+    return [
+        safetensors.numpy.save(
+            {
+                "taps": np.ascontiguousarray(features.taps_BSMD[row, : len(record.tokens)].astype(number)),
+                "hidden": np.ascontiguousarray(features.hidden_BSD[row, : len(record.tokens)].astype(number)),
+                "log_partition": np.ascontiguousarray(features.log_partition_BS[row, : len(record.tokens)]),
+            }
+        )
+        for row, record in enumerate(records)
+    ]
+
+
+class CachedFeatures:
+    """An opened cache: features of a record by its tokens."""
+
+    def __init__(self, directory: Path, target: Target, drafter: DrafterConfig) -> None:
+        """Raises ConfigError for a cache of another target, layer set or template, and for a damaged shard."""
+        manifest = _read_manifest(directory)
+        _check_identity(manifest, identity(target, drafter), directory)
+        self.directory = directory
+        self._place: dict[str, tuple[int, int]] = {}
+        self._readers = []
+        for number, shard in enumerate(manifest["shards"]):
+            path = directory / shard["file"]
+            if not path.is_file() or _checksum(path) != shard["sha256"]:
+                raise ConfigError(f"{path}: missing or damaged (its checksum is not the manifest's); make it anew")
+            self._readers.append(array_record_module.ArrayRecordReader(str(path)))
+            self._place |= {key: (number, index) for index, key in enumerate(shard["keys"])}
+
+    def require(self, records: Sequence[Record]) -> None:
+        """Raises ConfigError unless every record is there."""
+        missing = sum(record_key(record) not in self._place for record in records)
+        if missing:
+            raise ConfigError(
+                f"{self.directory}: lacks {missing} of {len(records)} conversations; run train.features again with"
+                " the same config and folder"
+            )
+
+    def read(self, record: Record, length: int) -> TargetFeatures:
+        """Features of one record, padded with zeros to `length` rows: [S, M, D], [S, D], [S]."""
+        number, index = self._place[record_key(record)]
+        entry = safetensors.numpy.load(self._readers[number].read([index])[0])
+
+        def pad(x: np.ndarray) -> np.ndarray:
+            return np.pad(x, [(0, length - len(x))] + [(0, 0)] * (x.ndim - 1))
+
+        return TargetFeatures(pad(entry["taps"]), pad(entry["hidden"]), pad(entry["log_partition"]))  # type: ignore[arg-type]
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """Caches target features of a run's conversations."""
+
+    config: Path
+    """Python file with get_config() -> Config."""
+    out: Path
+    """Folder of the cache."""
+    dtype: Dtype = "bfloat16"
+    yes: bool = False
+    """Go on even where the estimate exceeds the free space."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    from train import setup
+    from train.main import load_config
+
+    try:
+        command, settings = tyro.cli(Command, args=arguments, prog="train.features", return_unknown_args=True)
+        config: Config = tyro.cli(Config, args=settings, default=load_config(command.config), prog="train.features")
+        run = setup.build(dataclasses.replace(config, data=dataclasses.replace(config.data, features="")), None)
+        records = run.conversations.records
+        size = estimate(records, run.target, run.drafter, command.dtype, command.out)
+        print(f"{len(records)} conversations: {size}")
+        if size.bytes > size.free and not command.yes:
+            raise ConfigError(f"--out {command.out}: the cache would not fit; free some space, or insist with --yes")
+        made = write_features(records, run.size.length, run.target, run.drafter, command.dtype, command.out)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"{made} made, {len(records) - made} were there already")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
