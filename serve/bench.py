@@ -19,7 +19,6 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it advises about tor
 
 import jax
 import tyro
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from dspark_jax import ConfigError, Drafter, Target, load_drafter, load_target
 from dspark_jax.weights.locate import EMBEDDED
@@ -179,8 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         target = load_target(args.target, "float32" if jax.default_backend() == "cpu" else wanted)
         drafter = load_drafter(drafter_path, target, str(target.dtype))
         prompts = encode(target, chosen, args.settings.tokens)
-        bar = (SpinnerColumn(), BarColumn(30), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*bar, TextColumn("{task.description}"), console=report.console(), transient=True) as progress:
+        with report.progress() as progress:
             task = progress.add_task("", total=count_steps(prompts))
 
             def on_step(text: str, done: int) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from dspark_jax.config import ConfigError
@@ -24,6 +25,12 @@ def requests_text(requests: int) -> str:
 def console() -> Console:
     """A terminal as wide as it is; files and pipes get room for a table row."""
     return Console(width=None if sys.stdout.isatty() else 120)
+
+
+def progress() -> Progress:
+    """A bar that vanishes when the tables come."""
+    columns = (SpinnerColumn(), BarColumn(30), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, TextColumn("{task.description}"), console=console(), transient=True)
 
 
 def machine() -> dict[str, Any]:

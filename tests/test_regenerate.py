@@ -17,7 +17,7 @@ def made(tmp_path: Path, **settings: Any) -> Args:
     lines: list[dict[str, Any]] = [{"turns": [text], "category": "x"} for text in PROMPTS]
     lines[2:2] = [{"turns": []}, {"turns": ["  "]}, {"turns": ["long " * 40]}]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    chosen = {"max_new_tokens": 5, "max_prompt_tokens": 64, "batch_size": 4} | settings
+    chosen = {"max_new_tokens": 5, "max_prompt_tokens": 64, "batch_size": 3} | settings
     return Args(prompts=tmp_path / "prompts.jsonl", out=tmp_path / "answers.jsonl", **chosen)
 
 
@@ -41,9 +41,10 @@ def test_counts_and_records_are_right(tmp_path: Path) -> None:
 def test_a_greedy_answer_is_the_targets_own(tmp_path: Path) -> None:
     args, target = made(tmp_path, greedy_fraction=1.0), tiny_target()
     run(args, target)
-    for record in answers(args):
-        prompt = target.tokenizer.chat(record["messages"][:1], add_generation_prompt=True)
-        (plain,) = generate(target, None, [prompt], 5, eos_token_ids=target.config.eos_token_ids)
+    records = answers(args)
+    prompts = [target.tokenizer.chat(record["messages"][:1], add_generation_prompt=True) for record in records]
+    alone = generate(target, None, prompts, 5, eos_token_ids=target.config.eos_token_ids, batch_size=3)
+    for record, plain in zip(records, alone, strict=True):
         assert record["messages"][1]["content"] == target.tokenizer.decode(plain.tokens)
         assert (record["finish"] == "stop") == (plain.tokens[-1] in target.config.eos_token_ids)
 

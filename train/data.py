@@ -77,9 +77,7 @@ def coverage(records: Sequence[Record], vocabulary: np.ndarray) -> float:
     return float(np.isin(supervised, vocabulary).mean())
 
 
-def element(
-    record: Record, size: Sizes, rng: np.random.Generator, features: CachedFeatures | None = None
-) -> Element:
+def element(record: Record, size: Sizes, rng: np.random.Generator, features: CachedFeatures | None = None) -> Element:
     """A padded record with fresh anchors: uniform without replacement, ascending; `keep` marks the real ones.
 
     With a cache its target features come along, as "features".

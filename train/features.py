@@ -30,6 +30,7 @@ from array_record.python import array_record_module
 from rich.progress import track
 
 from dspark_jax.config import Config, ConfigError, DrafterConfig
+from dspark_jax.generate import bucket
 from dspark_jax.target import Target
 from train.conversations import Record
 from train.step import TargetFeatures, target_features
@@ -112,9 +113,9 @@ def _compute(target: Any, drafter: DrafterConfig, params: Any, tokens_BS: jax.Ar
 
 
 def write_features(
-    records: Sequence[Record], length: int, target: Target, drafter: DrafterConfig, dtype: Dtype, out: Path
+    records: Sequence[Record], target: Target, drafter: DrafterConfig, dtype: Dtype, out: Path
 ) -> int:
-    """Computes and stores the features of `records`, padded to `length` while computing; returns how many were made.
+    """Computes and stores the features of `records`; returns how many were made.
 
     Records already in the cache are left as they are. Raises ConfigError for a cache of another identity or dtype.
     """
@@ -126,6 +127,7 @@ def write_features(
         _check_identity(manifest, wanted, out)
     known = {key for shard in manifest["shards"] for key in shard["keys"]}
     todo = list({record_key(record): record for record in records if record_key(record) not in known}.values())
+    todo.sort(key=lambda record: len(record.tokens))  # batches of like length: little padding, few shapes
     shards = [todo[start : start + _SHARD_RECORDS] for start in range(0, len(todo), _SHARD_RECORDS)]
     for shard in track(shards, description="features", disable=not shards):
         path = out / f"shard-{len(manifest['shards']):05d}.array_record"
@@ -133,7 +135,7 @@ def write_features(
         try:
             writer = array_record_module.ArrayRecordWriter(str(scratch), "group_size:1")
             for start in range(0, len(shard), _BATCH):
-                for entry in _entries(shard[start : start + _BATCH], length, target, drafter, dtype):
+                for entry in _entries(shard[start : start + _BATCH], target, drafter, dtype):
                     writer.write(entry)
             writer.close()
         except (OSError, RuntimeError) as error:
@@ -146,10 +148,9 @@ def write_features(
     return len(todo)
 
 
-def _entries(
-    records: Sequence[Record], length: int, target: Target, drafter: DrafterConfig, dtype: Dtype
-) -> list[bytes]:
-    tokens_BS = np.zeros((_BATCH, length), np.int32)
+def _entries(records: Sequence[Record], target: Target, drafter: DrafterConfig, dtype: Dtype) -> list[bytes]:
+    longest = max(len(record.tokens) for record in records)
+    tokens_BS = np.zeros((_BATCH, bucket(longest, 32)), np.int32)
     for row, record in enumerate(records):
         tokens_BS[row, : len(record.tokens)] = record.tokens
     features = jax.device_get(_compute(target.config, drafter, target.params, tokens_BS))
@@ -229,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{len(records)} conversations: {size}")
         if size.bytes > size.free and not command.yes:
             raise ConfigError(f"--out {command.out}: the cache would not fit; free some space, or insist with --yes")
-        made = write_features(records, run.size.length, run.target, run.drafter, command.dtype, command.out)
+        made = write_features(records, run.target, run.drafter, command.dtype, command.out)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -84,9 +84,7 @@ class _Training:
                 # Other records: the old place means nothing, and the old order would repeat its first records.
                 self.data_seed, place = config.train.seed + self.step, None
                 console.print(f"note: the data changed since step {self.step}: its order starts anew", markup=False)
-        self.batches = data.batches(
-            run.train, run.size, config.train.batch_size, self.data_seed, run.features
-        )
+        self.batches = data.batches(run.train, run.size, config.train.batch_size, self.data_seed, run.features)
         if place is not None:
             self.batches.set_state(place)
         held_out = sorted(run.held_out, key=lambda record: record.split_key)
@@ -128,9 +126,7 @@ class _Training:
     def _evaluate(self, report: Report) -> None:
         """Held-out loss and real accepted length; keeps the drafter when it is the best so far."""
         run, settings = self.run_, self.run_.config.train
-        elements = data.held_out_batches(
-            self.held_out, run.size, settings.batch_size, settings.seed, run.features
-        )
+        elements = data.held_out_batches(self.held_out, run.size, settings.batch_size, settings.seed, run.features)
         step = functools.partial(_eval, run, self.state.params)
         metrics: dict[str, Any] = dict(evaluate.held_out_metrics(step, elements))
         drafter = run.servable(self.state.params)
@@ -202,7 +198,7 @@ def _stop_signals() -> Iterator[Callable[[], bool]]:
 
     def stop(number: int, _: FrameType | None) -> None:
         asked.set()
-        signal.signal(number, before[number])
+        signal.signal(number, before[signal.Signals(number)])
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:

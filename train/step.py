@@ -201,7 +201,7 @@ def train_step(
     (loss, metrics), grads = jax.value_and_grad(lambda p: _loss(models, p, weights, batch, soft), has_aux=True)(
         state.params
     )
-    grad_norm = optax.global_norm(grads)
+    grad_norm = optax.tree.norm(grads)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         optimizer = make_optimizer(models.optimizer, models.train.max_steps)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
@@ -213,7 +213,7 @@ def train_step(
     )
     metrics |= {
         "grad_norm": grad_norm,
-        "update_norm": optax.global_norm(updates),
+        "update_norm": optax.tree.norm(updates),
         "learning_rate": jnp.asarray(learning_rate, jnp.float32),
         "skipped": 1.0 - finite.astype(jnp.float32),
     }

@@ -1,0 +1,116 @@
+"""Cached target features: the same loss as online, and no cache is ever taken for another."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from dspark_jax.config import Config, ConfigError
+from train import data, features, setup
+from train.evaluate import to_batch
+from train.main import load_config
+from train.step import eval_step, init_state
+
+CONFIG = Path(__file__).resolve().parents[1] / "configs" / "tiny.py"
+
+
+@pytest.fixture(scope="module")
+def config() -> Config:
+    return load_config(CONFIG)
+
+
+def make(config: Config, out: Path, *more: str) -> int:
+    return features.main(["--config", str(CONFIG), "--out", str(out), "--dtype", "float32", *more])
+
+
+@pytest.fixture(scope="module")
+def cache(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("features") / "cache"
+    assert make(config, out) == 0
+    return out
+
+
+def with_cache(config: Config, cache: Path, **draft: object) -> Config:
+    changed = dataclasses.replace(config.draft, **draft) if draft else config.draft
+    return dataclasses.replace(config, draft=changed, data=dataclasses.replace(config.data, features=str(cache)))
+
+
+def test_online_and_cached_give_the_same_loss(config: Config, cache: Path) -> None:
+    run = setup.build(with_cache(config, cache), None)
+    rows = [data.element(record, run.size, np.random.default_rng(0), run.features) for record in run.train[:4]]
+    cached = to_batch(jax.tree.map(lambda *leaves: np.stack(leaves), *rows))
+    state = init_state(run.drafter, run.config)
+    online = eval_step(run.models, state.params, run.weights, cached._replace(features=None))
+    for name, value in eval_step(run.models, state.params, run.weights, cached).items():
+        np.testing.assert_allclose(value, online[name], rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+def test_a_run_goes_on_after_its_last_whole_shard(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(features, "_SHARD_RECORDS", 16)
+    write, calls = features._write_manifest, []
+
+    def killed(directory: Path, manifest: dict) -> None:
+        if calls:
+            raise KeyboardInterrupt
+        calls.append(manifest)
+        write(directory, manifest)
+
+    monkeypatch.setattr(features, "_write_manifest", killed)
+    with pytest.raises(KeyboardInterrupt):
+        make(config, tmp_path)
+    monkeypatch.setattr(features, "_write_manifest", write)
+    assert make(config, tmp_path) == 0
+    made = capsys.readouterr().out.splitlines()[-1]
+    assert made.endswith("16 were there already")
+    run = setup.build(with_cache(config, tmp_path), None)
+    assert run.features is not None
+    keys = [key for shard in json.loads((tmp_path / "manifest.json").read_text())["shards"] for key in shard["keys"]]
+    assert sorted(keys) == sorted(set(keys)), "a conversation was stored twice"
+    features.CachedFeatures(tmp_path, run.target, run.drafter).require(run.conversations.records)
+
+
+def test_other_layers_are_refused_by_name(config: Config, cache: Path) -> None:
+    with pytest.raises(ConfigError, match=r"made with layers = \[0, 2\], the run needs \[0, 1\]"):
+        setup.build(with_cache(config, cache, target_layer_ids=(0, 1)), None)
+
+
+def test_another_target_and_template_are_refused_by_name(config: Config, cache: Path, tmp_path: Path) -> None:
+    for name, value in (("weights", "0" * 16), ("template", "f" * 16), ("target", "other")):
+        for file in cache.iterdir():
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+        manifest = json.loads((cache / "manifest.json").read_text()) | {name: value}
+        (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+        with pytest.raises(ConfigError, match=f"made with {name} = '{value}'"):
+            setup.build(with_cache(config, tmp_path), None)
+
+
+def test_a_damaged_shard_is_refused_by_name(config: Config, cache: Path, tmp_path: Path) -> None:
+    for file in cache.iterdir():
+        content = file.read_bytes()
+        (tmp_path / file.name).write_bytes(content if file.suffix == ".json" else content[:-100])
+    with pytest.raises(ConfigError, match=r"shard-00000.array_record: missing or damaged"):
+        setup.build(with_cache(config, tmp_path), None)
+
+
+def test_a_cache_without_some_conversation_is_refused(config: Config, cache: Path) -> None:
+    run = setup.build(with_cache(config, cache), None)
+    assert run.features is not None
+    other = dataclasses.replace(run.train[0], tokens=run.train[0].tokens[::-1])
+    with pytest.raises(ConfigError, match="lacks 1 of 2 conversations"):
+        run.features.require([run.train[1], other])
+
+
+def test_a_cache_that_would_not_fit_needs_a_yes(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full = lambda *arguments: features.Estimate(tokens=10, bytes=2, free=1)  # noqa: E731
+    monkeypatch.setattr(features, "estimate", full)
+    assert make(config, tmp_path / "cache") == 2
+    assert "would not fit" in capsys.readouterr().err
+    assert not (tmp_path / "cache").exists()
+    assert make(config, tmp_path / "cache", "--yes") == 0
