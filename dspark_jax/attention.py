@@ -13,9 +13,7 @@ def _grouped(q: jax.Array, num_kv_heads: int) -> jax.Array:
     return q.reshape(*lead, num_kv_heads, num_heads // num_kv_heads, head_dim)
 
 
-def causal_attention(
-    q_BSNH: jax.Array, k_BKHT: jax.Array, v_BKTH: jax.Array, position_BS: jax.Array
-) -> jax.Array:
+def causal_attention(q_BSNH: jax.Array, k_BKHT: jax.Array, v_BKTH: jax.Array, position_BS: jax.Array) -> jax.Array:
     """Softmax attention of S new rows over T keys, key t being visible to a row at position p when t <= p.
 
     The result is [B, S, N, H], float32. Keys beyond a row's position may hold anything finite.
@@ -53,5 +51,7 @@ def block_attention(
     weights = jax.nn.softmax(jnp.concatenate([context, own], axis=-1) * head_dim**-0.5, axis=-1)
     weights = weights.astype(context_v_BKTH.dtype)
     out = jnp.einsum("BKJAGT,BKTH->BAGKJH", weights[..., :num_keys], context_v_BKTH, preferred_element_type=jnp.float32)
-    out += jnp.einsum("BKJAGU,BAUKH->BAGKJH", weights[..., num_keys:], block_v_BAGKH, preferred_element_type=jnp.float32)
+    out += jnp.einsum(
+        "BKJAGU,BAUKH->BAGKJH", weights[..., num_keys:], block_v_BAGKH, preferred_element_type=jnp.float32
+    )
     return out.reshape(q_BAGNH.shape)

@@ -79,8 +79,13 @@ def _round_keys(key_R: jax.Array, round_: jax.Array, streams: int) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames=("models", "cache_length"))
 def _prefill(
-    models: _Models, weights: _Weights, tokens_RS: jax.Array, prompt_length_R: jax.Array, key_R: jax.Array,
-    rows: SamplingRows, cache_length: int,
+    models: _Models,
+    weights: _Weights,
+    tokens_RS: jax.Array,
+    prompt_length_R: jax.Array,
+    key_R: jax.Array,
+    rows: SamplingRows,
+    cache_length: int,
 ) -> tuple[_State, jax.Array]:
     """Runs the prompts through the target, fills both caches and draws the first new token of every request."""
     batch, dtype = tokens_RS.shape[0], weights.target["embed"].dtype
@@ -219,8 +224,14 @@ def _pad(batch: list[int], filler: int) -> list[int]:
 
 
 def _decode(
-    models: _Models, weights: _Weights, prompts: list[Sequence[int]], params: list[SamplingParams],
-    key_R: jax.Array, max_new_tokens: int, eos: frozenset[int], on_progress: Callable[[int], None] | None,
+    models: _Models,
+    weights: _Weights,
+    prompts: list[Sequence[int]],
+    params: list[SamplingParams],
+    key_R: jax.Array,
+    max_new_tokens: int,
+    eos: frozenset[int],
+    on_progress: Callable[[int], None] | None,
 ) -> list[Generation]:
     """One batch, from prefill to the last end of sequence."""
     batch = key_R.shape[0]
@@ -266,8 +277,12 @@ def _decode(
 
 
 def _check(
-    target: Target, drafter: Drafter | None, prompts: Sequence[Sequence[int]], max_new_tokens: int,
-    params: list[SamplingParams], verify: str,
+    target: Target,
+    drafter: Drafter | None,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    params: list[SamplingParams],
+    verify: str,
 ) -> None:
     c = target.config
     if verify not in ("token", "block"):
@@ -284,7 +299,9 @@ def _check(
         if not len(prompt):
             raise ConfigError(f"prompt {i} is empty: decoding needs at least one token to start from")
         if not 0 <= min(prompt) <= max(prompt) < c.vocab_size:
-            raise ConfigError(f"prompt {i} has ids from {min(prompt)} to {max(prompt)}: the vocabulary is {c.vocab_size}")
+            raise ConfigError(
+                f"prompt {i} has ids from {min(prompt)} to {max(prompt)}: the vocabulary is {c.vocab_size}"
+            )
         if len(prompt) + max_new_tokens > c.max_length:
             raise ConfigError(
                 f"prompt {i} has {len(prompt)} tokens; with {max_new_tokens} new ones it exceeds the target's context"

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax import Drafter, Generation, SamplingParams, Target, generate
@@ -70,7 +71,8 @@ class Bench:
         if dtype not in self._models:
             target, drafter = self._loaded
             cast = replace(target, params=cast_params(target.params, dtype))
-            frozen = frozen_parts(cast.params, drafter.frozen.draft_to_target_V)
+            d2t_V = drafter.frozen.draft_to_target_V
+            frozen = frozen_parts(cast.params, None if d2t_V is None else np.asarray(d2t_V))
             self._models[dtype] = cast, replace(drafter, params=cast_params(drafter.params, dtype), frozen=frozen)
         return self._models[dtype]
 
@@ -195,6 +197,6 @@ class Bench:
         row_S = np.zeros(self.longest + self.tokens, np.int32)  # one shape for all differences
         prefix = [*prompt, *plain[:position]]
         row_S[: len(prefix)] = prefix
-        logits_V = np.asarray(self.models(dtype)[0].forward(row_S[None]).logits_BSV[0, len(prefix) - 1])
+        logits_V = np.asarray(self.models(dtype)[0].forward(jnp.asarray(row_S)[None]).logits_BSV[0, len(prefix) - 1])
         margin = measure.logit_margin(logits_V, plain[position], draft[position])
         return {"plain_token": plain[position], "draft_token": draft[position], "margin": margin, "dtype": dtype}

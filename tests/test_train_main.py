@@ -118,6 +118,8 @@ def test_sigterm_saves_and_a_resumed_run_ends_where_a_straight_one_does(
         (["--data.validation-fraction", "1e-9"], "validation_fraction"),
         (["--draft.draft-vocab-size", "2"], "draft_vocab_size = 2"),
         (["--draft.mask-token-id", "258"], "mask_token_id = 258 ends a text"),
+        (["--draft.layout", "fill_in"], "draft layout = 'fill_in'"),
+        (["--train.eval-tokens", "510"], "train eval_tokens = 510"),
         (["--resume"], "holds no checkpoint to resume from"),
     ],
 )

@@ -23,7 +23,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import ml_dtypes
 import numpy as np
+import safetensors
 import safetensors.numpy
 import tyro
 from array_record.python import array_record_module
@@ -112,9 +114,7 @@ def _compute(target: Any, drafter: DrafterConfig, params: Any, tokens_BS: jax.Ar
     return target_features(target, drafter, params, tokens_BS)
 
 
-def write_features(
-    records: Sequence[Record], target: Target, drafter: DrafterConfig, dtype: Dtype, out: Path
-) -> int:
+def write_features(records: Sequence[Record], target: Target, drafter: DrafterConfig, dtype: Dtype, out: Path) -> int:
     """Computes and stores the features of `records`; returns how many were made.
 
     Records already in the cache are left as they are. Raises ConfigError for a cache of another identity or dtype.
@@ -196,9 +196,12 @@ class CachedFeatures:
     def read(self, record: Record, length: int) -> TargetFeatures:
         """Features of one record, padded with zeros to `length` rows: [S, M, D], [S, D], [S]."""
         number, index = self._place[record_key(record)]
-        entry = safetensors.numpy.load(self._readers[number].read([index])[0])
+        # Read by hand: the numpy loader of safetensors knows no bfloat16.
+        entry = dict(safetensors.deserialize(self._readers[number].read([index])[0]))
 
-        def pad(x: np.ndarray) -> np.ndarray:
+        def pad(part: dict[str, Any]) -> np.ndarray:
+            dtype = ml_dtypes.bfloat16 if part["dtype"] == "BF16" else np.float32
+            x = np.frombuffer(part["data"], dtype).reshape(part["shape"])
             return np.pad(x, [(0, length - len(x))] + [(0, 0)] * (x.ndim - 1))
 
         return TargetFeatures(pad(entry["taps"]), pad(entry["hidden"]), pad(entry["log_partition"]))  # type: ignore[arg-type]

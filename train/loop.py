@@ -92,6 +92,11 @@ class _Training:
         self.prompts = evaluate.prompts(
             held_out, config.train.eval_prompts, run.target.config.max_length - config.train.eval_tokens
         )
+        if config.train.eval_every and not self.prompts:
+            raise ConfigError(
+                f"train eval_tokens = {config.train.eval_tokens}: no held-out prompt and its answer fit the target's"
+                f" context of {run.target.config.max_length}"
+            )
         self.measured: dict[str, Any] = {}
 
     def run(self) -> Outcome:

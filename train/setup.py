@@ -78,6 +78,8 @@ def build(config: Config, draft_vocabulary: list[int] | None) -> Run:
             f"data max_length = {config.data.max_length} exceeds the target's context of {shape.max_length} tokens"
         )
     drafter = drafter_config(config.draft, shape)
+    if drafter.layout != "anchor_first":
+        raise ConfigError(f"draft layout = {drafter.layout!r}: drafters are written in DeepSpec's format, anchor_first")
     conversations = load_conversations(config.data, target.tokenizer, shape.vocab_size)
     train, held_out = data.split(conversations.records, config.data.validation_fraction)
     chosen = None

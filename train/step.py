@@ -69,7 +69,9 @@ class StepWeights(NamedTuple):
 def learning_rate_schedule(settings: OptimizerSettings, max_steps: int) -> optax.Schedule:
     warmup = max(1, round(settings.warmup_fraction * max_steps))
     peak = settings.learning_rate
-    return optax.warmup_cosine_decay_schedule(0.0, peak, warmup, max(max_steps, warmup + 1), peak * settings.final_fraction)
+    return optax.warmup_cosine_decay_schedule(
+        0.0, peak, warmup, max(max_steps, warmup + 1), peak * settings.final_fraction
+    )
 
 
 def make_optimizer(settings: OptimizerSettings, max_steps: int) -> optax.GradientTransformation:
@@ -170,7 +172,9 @@ def _sum_over_chunks(chunk_sums: Any, slots: _Slots, num_blocks: int, chunk: int
     slots = jax.tree.map(
         lambda x: jnp.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1)).reshape(num_chunks, chunk, *x.shape[1:]), slots
     )
-    first = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(chunk_sums, jax.tree.map(lambda x: x[0], slots)))
+    first = jax.tree.map(
+        lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(chunk_sums, jax.tree.map(lambda x: x[0], slots))
+    )
     body = jax.checkpoint(chunk_sums)
     total, _ = jax.lax.scan(lambda total, part: (jax.tree.map(jnp.add, total, body(part)), None), first, slots)
     return total
@@ -193,9 +197,7 @@ def _loss(
 
 
 @functools.partial(jax.jit, static_argnames=("models",), donate_argnames=("state",))
-def train_step(
-    models: StepModels, state: TrainState, weights: StepWeights, batch: Batch
-) -> tuple[TrainState, Metrics]:
+def train_step(models: StepModels, state: TrainState, weights: StepWeights, batch: Batch) -> tuple[TrainState, Metrics]:
     """One update. A loss or gradient that is not finite leaves weights and optimiser untouched ("skipped" = 1)."""
     soft = _soft_share(models, state.step)
     (loss, metrics), grads = jax.value_and_grad(lambda p: _loss(models, p, weights, batch, soft), has_aux=True)(

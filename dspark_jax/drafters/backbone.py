@@ -50,9 +50,7 @@ class DraftLayer(nn.Module):
         u_BAGD = layers.rms_norm(x_BAGD, self.attn_norm, c.norm_eps)
         q_BAGNH = layers.rms_norm(layers.linear(u_BAGD, self.q), self.q_norm, c.norm_eps)
         k_BAGKH, v_BAGKH = self.key_value(u_BAGD, table)
-        out_BAGNH = attention.block_attention(
-            layers.rotate(q_BAGNH, table), *cache, k_BAGKH, v_BAGKH, limit_BA
-        )
+        out_BAGNH = attention.block_attention(layers.rotate(q_BAGNH, table), *cache, k_BAGKH, v_BAGKH, limit_BA)
         x_BAGD = x_BAGD + layers.linear(out_BAGNH.reshape(*x_BAGD.shape[:-1], -1), self.o.reshape(c.d_model, -1))
         normed_BAGD = layers.rms_norm(x_BAGD, self.mlp_norm, c.norm_eps)
         return x_BAGD + layers.gated_mlp(normed_BAGD, self.gate, self.up, self.down)
@@ -74,7 +72,9 @@ class Backbone(nn.Module):
         """Per layer the keys and values [B, S, K, H] of target features [B, S, M, D] at their positions."""
         c = self.config
         taps_BSE = taps_BSMD.reshape(*taps_BSMD.shape[:2], -1)
-        fused_BSD = layers.rms_norm(layers.linear(taps_BSE, self.fc.reshape(c.d_model, -1)), self.hidden_norm, c.norm_eps)
+        fused_BSD = layers.rms_norm(
+            layers.linear(taps_BSE, self.fc.reshape(c.d_model, -1)), self.hidden_norm, c.norm_eps
+        )
         table = layers.rotary_table(position_BS, c.head_dim, c.rope_theta)
         return [layer.key_value(fused_BSD, table) for layer in self.layers]
 

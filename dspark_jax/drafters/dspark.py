@@ -101,7 +101,11 @@ class BlockFeatures(NamedTuple):
 
 
 def teacher_forced_features(
-    config: DrafterConfig, params: Params, frozen: Frozen, tokens_BS: jax.Array, taps_BSMD: jax.Array,
+    config: DrafterConfig,
+    params: Params,
+    frozen: Frozen,
+    tokens_BS: jax.Array,
+    taps_BSMD: jax.Array,
     anchors_BA: jax.Array,
 ) -> BlockFeatures:
     """Everything of `teacher_forced` that does not grow with the vocabulary; training chunks the rest."""
@@ -122,7 +126,11 @@ def draft_logits(config: DrafterConfig, params: Params, frozen: Frozen, hidden: 
 
 
 def teacher_forced(
-    config: DrafterConfig, params: Params, frozen: Frozen, tokens_BS: jax.Array, taps_BSMD: jax.Array,
+    config: DrafterConfig,
+    params: Params,
+    frozen: Frozen,
+    tokens_BS: jax.Array,
+    taps_BSMD: jax.Array,
     anchors_BA: jax.Array,
 ) -> DraftOutput:
     """Drafts of the blocks at `anchors`, every slot fed the true token before it. See DraftOutput."""
@@ -152,8 +160,15 @@ def commit(
 
 
 def propose(
-    config: DrafterConfig, params: Params, frozen: Frozen, caches: list[LayerCache], first_R: jax.Array,
-    anchor_R: jax.Array, keys_RG: jax.Array, rows: SamplingRows, greedy: bool,
+    config: DrafterConfig,
+    params: Params,
+    frozen: Frozen,
+    caches: list[LayerCache],
+    first_R: jax.Array,
+    anchor_R: jax.Array,
+    keys_RG: jax.Array,
+    rows: SamplingRows,
+    greedy: bool,
 ) -> Proposal:
     """Drafts G tokens a request after token `first` at position `anchor`: one parallel pass, then a scan.
 

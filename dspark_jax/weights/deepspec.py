@@ -73,7 +73,7 @@ def _their_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         return (1, *shape)
     if name == "confidence_head.proj.bias":
         return (1,)
-    if name.endswith("_norm.weight") or name.endswith("layernorm.weight") or name == "norm.weight":
+    if name.endswith(("_norm.weight", "layernorm.weight")) or name == "norm.weight":
         return shape
     # q, k, v split their rows into heads, o and fc their columns; the model width is on the other side.
     if any(part in name for part in ("q_proj", "k_proj", "v_proj")):
