@@ -276,7 +276,7 @@ class Config:
 
 
 def evenly_spaced_layers(num_target_layers: int, count: int) -> tuple[int, ...]:
-    """The paper's choice of `count` target layers: from layer 1 to the third from the end (spec: DFlash, section 1.2)."""
+    """The published choice of `count` target layers: evenly from layer 1 to the third from the end (DFlash)."""
     if count == 1:
         return (num_target_layers // 2,)
     return tuple(round(1 + i * (num_target_layers - 4) / (count - 1)) for i in range(count))
@@ -286,7 +286,7 @@ def drafter_config(settings: DraftSettings, target: TargetConfig) -> DrafterConf
     """The drafter that `settings` describe for `target`: its width, heads, rope and norms are the target's."""
     _require(
         settings.mask_token_id not in target.eos_token_ids,
-        f"draft mask_token_id = {settings.mask_token_id} ends a text: choose an id that the target never reads or emits",
+        f"draft mask_token_id = {settings.mask_token_id} ends a text: choose an id that no text contains",
     )
     ids = settings.target_layer_ids or evenly_spaced_layers(target.num_layers, settings.num_taps)
     return DrafterConfig(

@@ -22,6 +22,7 @@ from dspark_jax.kv_cache import LayerCache
 from dspark_jax.sampling import SamplingRows, request_law, sample_rows, sampling_rows
 from dspark_jax.target import Target
 
+GREEDY = SamplingParams(temperature=0.0)
 Verifier = Literal["token", "block"]
 Params = dict[str, Any]
 
@@ -184,7 +185,7 @@ def generate(
     drafter: Drafter | None,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
-    sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(temperature=0.0),
+    sampling: SamplingParams | Sequence[SamplingParams] = GREEDY,
     seed: int = 0,
     eos_token_ids: Sequence[int] = (),
     verify: Verifier = "token",
@@ -242,7 +243,7 @@ def _decode(
     for row, prompt in enumerate(prompts):
         tokens_RS[row, : len(prompt)] = prompt
         prompt_length_R[row] = len(prompt)
-    filler = [SamplingParams(temperature=0.0)] * (batch - len(prompts))
+    filler = [GREEDY] * (batch - len(prompts))
     rows = sampling_rows(params + filler)
     cache_length = max(tokens_RS.shape[1], bucket(longest + max_new_tokens + reserve, 64))
     state, first_R = _prefill(models, weights, tokens_RS, prompt_length_R, key_R, rows, cache_length)

@@ -66,7 +66,7 @@ class Block(nn.Module):
         else:
             context = cache = kv_cache.append(cache, k_BSKH, v_BSKH, position_BS)
         out_BSNH = attention.causal_attention(q_BSNH, *context, position_BS)
-        x_BSD = x_BSD + layers.linear(out_BSNH.reshape(x_BSD.shape[:2] + (-1,)), o.reshape(c.d_model, -1))
+        x_BSD = x_BSD + layers.linear(out_BSNH.reshape(*x_BSD.shape[:2], -1), o.reshape(c.d_model, -1))
 
         normed_BSD = layers.rms_norm(x_BSD, self.param("mlp_norm", _ones, (c.d_model,)), c.norm_eps)
         return x_BSD + layers.gated_mlp(normed_BSD, gate, up, down), cache
@@ -163,9 +163,8 @@ class Target:
         if tokens.ndim != 2:
             raise ConfigError(f"tokens have shape {tokens.shape}: expected two axes, [batch, sequence]")
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < self.config.vocab_size:
-            raise ConfigError(
-                f"token ids run from {tokens.min()} to {tokens.max()}: the vocabulary is 0..{self.config.vocab_size - 1}"
-            )
+            ids = f"token ids run from {tokens.min()} to {tokens.max()}"
+            raise ConfigError(f"{ids}: the vocabulary is 0..{self.config.vocab_size - 1}")
         for layer in tap_layers:
             if not -1 <= layer < self.config.num_layers:
                 raise ConfigError(f"tap layer {layer}: this target has layers -1..{self.config.num_layers - 1}")

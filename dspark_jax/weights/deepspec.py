@@ -49,10 +49,11 @@ _FROZEN = ("embed_tokens.weight", "lm_head.weight")
 _VOCABULARY = ("d2t", "t2d")
 
 # Keys that a config may carry without changing what is computed here.
-_IGNORED = frozenset(
-    "architectures attention_dropout bos_token_id dtype eos_token_id initializer_range max_window_layers model_type"
-    " num_anchors pad_token_id tie_word_embeddings torch_dtype transformers_version use_cache dspark_jax".split()
-)
+_IGNORED = frozenset({
+    "architectures", "attention_dropout", "bos_token_id", "dspark_jax", "dtype", "eos_token_id", "initializer_range",
+    "max_window_layers", "model_type", "num_anchors", "pad_token_id", "tie_word_embeddings", "torch_dtype",
+    "transformers_version", "use_cache",
+})  # fmt: skip
 
 
 def name_table(config: DrafterConfig) -> dict[str, tuple[str, int | None]]:
