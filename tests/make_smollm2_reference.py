@@ -30,13 +30,14 @@ def main() -> None:
     cases = []
     for prompt in PROMPTS:
         ids = tokenizer.chat([{"role": "user", "content": prompt}], add_generation_prompt=True)
-        row, margins = torch.tensor([ids]), []
-        for _ in range(NEW_TOKENS):
+        step, cache, new_ids, margins = torch.tensor([ids]), None, [], []
+        while len(new_ids) < NEW_TOKENS:
             with torch.no_grad():
-                best = model(row).logits[0, -1].topk(2)
+                out = model(step, past_key_values=cache, use_cache=True)
+            best, cache = out.logits[0, -1].topk(2), out.past_key_values
+            new_ids.append(int(best.indices[0]))
             margins.append(float(best.values[0] - best.values[1]))
-            row = torch.cat([row, best.indices[:1, None].T], dim=1)
-        new_ids = row[0, len(ids) :].tolist()
+            step = best.indices[:1, None]
         print(f"{prompt}\n  {tokenizer.decode(new_ids)!r}\n  smallest margin {min(margins):.4f}")
         cases.append({"prompt": prompt, "prompt_ids": ids, "new_ids": new_ids, "smallest_margin": min(margins)})
     out = Path(__file__).parent / "data/smollm2_greedy.json"
