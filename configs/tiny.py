@@ -9,7 +9,7 @@ def get_config() -> Config:
     return Config(
         target=TargetSettings(path="tiny-random"),
         draft=DraftSettings(
-            mask_token_id=259, num_layers=1, block_size=4, target_layer_ids=(0, 2), markov_rank=8, draft_vocab_size=300
+            mask_token_id=259, num_layers=1, block_size=4, target_layer_ids=(-1, 1), markov_rank=8, draft_vocab_size=300
         ),
         data=DataSettings(
             paths=(str(Path(__file__).with_name("tiny.jsonl")),),

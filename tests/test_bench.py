@@ -15,6 +15,7 @@ from tiny import make_drafter, make_target
 from dspark_jax import ConfigError, Drafter, Generation, Target, generate
 from dspark_jax.weights.deepspec import write_drafter
 from serve import bench, cells, probe, report
+from serve.probe import choose_dtype
 from serve.prompts import Prompt
 
 PROMPTS = {"math": [[1, 2, 3], [4, 5, 6, 7]], "chat": [[3, 1, 4, 1, 5], [9, 2, 6]]}
@@ -183,7 +184,7 @@ def test_models_are_cast_whole(target: Target, drafter: Drafter):
 
 
 def test_probe_times_every_pass():
-    choice = probe.choose_dtype(make_target(num_layers=1), 2, 5, 64, ["bfloat16"])
+    choice = choose_dtype(make_target(num_layers=1), 2, 5, 64, ["bfloat16"])
     assert set(choice.plain_ms) == set(choice.verify_ms) == {"bfloat16"}
     assert all(math.isfinite(ms) and ms > 0 for ms in [*choice.plain_ms.values(), *choice.verify_ms.values()])
 

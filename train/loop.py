@@ -74,7 +74,8 @@ class _Training:
         self.run_, self.workdir, self.checkpoints, self.console = run, workdir, checkpoints, console
         config = run.config
         self.fingerprint = data.fingerprint(run.train, size=run.size, batch_size=config.train.batch_size)
-        self.state: TrainState = init_state(run.drafter, config)
+        # Placed on a device explicitly, as a restored state is: both then run the same compiled step.
+        self.state: TrainState = jax.device_put(init_state(run.drafter, config), jax.devices()[0])
         self.step, self.best, self.data_seed = 0, None, config.train.seed
         place = None
         if facts:

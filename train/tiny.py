@@ -33,7 +33,7 @@ def tiny_tokenizer() -> ChatTokenizer:
 def tiny_target(seed: int = 0) -> Target:
     """A Qwen3-type target with random weights, sharp enough that its greedy text is not a coin toss."""
     config = TargetConfig(
-        family="qwen3", vocab_size=512, d_model=32, d_ff=64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=16,
+        family="qwen3", vocab_size=512, d_model=32, d_ff=64, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16,
         rope_theta=10000.0, norm_eps=1e-6, max_length=512, tied_head=False, eos_token_ids=(258,), name=TINY,
     )  # fmt: skip
     zeros = jax.numpy.zeros((1, 1), jax.numpy.int32)
