@@ -246,6 +246,8 @@ class TrainSettings:
     max_steps: int
     batch_size: int = 512
     seed: int = 42
+    start_from: str = ""
+    """Folder of a drafter whose weights and draft vocabulary a new run starts with; empty: fresh weights."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Compute dtype of the drafter; master weights, losses and optimiser state are float32."""
     blocks_per_chunk: int = 128

@@ -35,11 +35,11 @@ TEMPERATURES = (0.0, 1.0)
 class Settings:
     """What is decoded, and how."""
 
-    tokens: int = 48
+    tokens: int = 32
     """New tokens a prompt; a text may end earlier."""
     limit: int = 8
     """Prompts a domain, decoded eight at a time."""
-    single: int = 4
+    single: int = 3
     """How many of those are also decoded one at a time."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of drafted decoding; auto: what verifies faster on this machine. Plain decoding runs in its own fastest."""

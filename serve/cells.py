@@ -3,6 +3,7 @@
 Both policies decode the same batches in turn, so that whatever else the machine does falls on both alike.
 """
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -47,6 +48,10 @@ def _batches(prompts: Sequence[Sequence[int]], requests: int) -> list[Sequence[S
     return [prompts[start : start + requests] for start in range(0, len(prompts), requests)]
 
 
+class _CompiledError(Exception):
+    """Ends a warm-up: its prefill and its first round have run."""
+
+
 class Cell(NamedTuple):
     """Two rows of the result, plain and drafted, and where greedy texts differ."""
 
@@ -81,16 +86,19 @@ class Bench:
     ) -> float:
         """Compiles all that these cells need, which depends on batch sizes alone (see `_decode`). Returns seconds."""
         start = time.perf_counter()
-        everything = range(self._loaded[0].config.vocab_size)
         batches = {len(batch): batch for ids in prompts.values() for batch in _batches(ids, requests)}
         for dtype in dtypes.values():
             self.models(dtype)  # once, before threads ask for it
 
         def one(batch: Sequence[Sequence[int]], policy: Policy, temperature: float) -> None:
-            # Texts that end at once compile the prefill; then, texts that end at the first other token, a round.
-            prefilled = self._decode(batch, policy, dtypes[policy], temperature, everything)
-            first = {g.tokens[0] for g in prefilled.generations}
-            self._decode(batch, policy, dtypes[policy], temperature, [t for t in everything if t not in first])
+            ticks = itertools.count(1)
+
+            def stop_after_a_round(_: int) -> None:
+                if next(ticks) > len(batch):  # prefill gave a token each
+                    raise _CompiledError
+
+            with contextlib.suppress(_CompiledError):
+                self._decode(batch, policy, dtypes[policy], temperature, (), on_progress=stop_after_a_round)
 
         jobs = list(itertools.product(batches.values(), POLICIES, temperatures))
         with ThreadPoolExecutor(COMPILERS) as pool:
@@ -129,11 +137,16 @@ class Bench:
 
     def _decode(
         self, prompts: Sequence[Sequence[int]], policy: Policy, dtype: str, temperature: float,
-        eos: Sequence[int], seed: int = 0,
+        eos: Sequence[int], seed: int = 0, on_progress: Callable[[int], None] = lambda _: None,
     ) -> Batch:  # fmt: skip
         """One batch. All batches of a size share their shapes, those of the longest prompt: two programs a policy."""
         target, drafter = self.models(dtype)
         ticks: list[float] = []
+
+        def tick(count: int) -> None:
+            ticks.append(time.perf_counter())
+            on_progress(count)
+
         start = time.perf_counter()
         generations = generate(
             target,
@@ -145,7 +158,7 @@ class Bench:
             eos_token_ids=eos,
             batch_size=len(prompts),
             longest_prompt=self.longest,
-            on_progress=lambda _: ticks.append(time.perf_counter()),
+            on_progress=tick,
         )
         end = time.perf_counter()
         return Batch(generations, ticks[0] - start, end - ticks[0])

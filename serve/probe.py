@@ -17,6 +17,7 @@ from dspark_jax import target as target_lib
 from dspark_jax.config import DrafterConfig, SamplingParams, TargetConfig
 from dspark_jax.drafters import Drafter, dspark
 from dspark_jax.drafters.base import Frozen
+from dspark_jax.generate import batch_rows
 from dspark_jax.kv_cache import LayerCache
 from dspark_jax.sampling import sampling_rows
 from dspark_jax.target import Target
@@ -127,9 +128,10 @@ def choose_dtype(target: Target, requests: int, rows: int, cache_length: int, dt
     plain_ms, verify_ms = {}, {}
     for dtype in dtypes:
         cast = dataclasses.replace(part, params=target_lib.cast_params(part.params, dtype))
+        batch = batch_rows(requests, cast.dtype)  # what generate runs
         for name, count in ((plain_ms, 1), (verify_ms, rows)):
-            head = _time_head(cast, requests, count)
-            whole = _time_target(cast, requests, count, cache_length)
+            head = _time_head(cast, batch, count)
+            whole = _time_target(cast, batch, count, cache_length)
             name[dtype] = head + max(whole - head, 0.0) * target.config.num_layers / depth
     return Probe(requests, plain_ms, verify_ms)
 
@@ -141,6 +143,7 @@ def time_pieces(target: Target, drafter: Drafter, requests: int, cache_length: i
     request, of which head_ms is its head.
     """
     c, rows = drafter.config, drafter.config.num_drafts + 1
+    requests = batch_rows(requests, target.dtype)
     position_RS = _positions(requests, rows, cache_length)
     taps_RSMD = jnp.ones((requests, rows, len(c.target_layer_ids), c.d_model))
     keys_RG = jax.random.split(jax.random.key(0), (requests, c.num_drafts))

@@ -1,6 +1,7 @@
 """The training program end to end on the tiny random target: it learns, saves, resumes exactly, and refuses clearly."""
 
 import contextlib
+import dataclasses
 import os
 import re
 import signal
@@ -13,7 +14,7 @@ import pytest
 
 from dspark_jax import load_drafter
 from dspark_jax.config import ConfigError, drafter_config
-from train import loop
+from train import loop, setup
 from train.checkpoint import Checkpoints, RunFacts
 from train.main import load_config, main
 from train.report import Report
@@ -218,3 +219,17 @@ def test_twenty_skipped_batches_in_a_row_end_the_run(tmp_path: Path) -> None:
         shown.add(metrics(float("nan"), True), tokens=5)
         with pytest.raises(ConfigError, match="20 batches in a row"):
             shown.flush(40)
+
+
+def test_a_run_can_start_from_a_written_drafter(
+    straight: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state, facts = saved(straight)
+    start = str(straight / "drafter")
+    config = load_config(CONFIG)
+    run_ = setup.build(dataclasses.replace(config, train=dataclasses.replace(config.train, start_from=start)), None)
+    assert run_.draft_vocabulary is not None and run_.draft_vocabulary.tolist() == facts.draft_vocabulary
+    for given, trained in zip(jax.tree.leaves(run_.start_params), jax.tree.leaves(state.params), strict=True):
+        np.testing.assert_allclose(np.asarray(given), np.asarray(trained), rtol=2**-8)
+    assert run(tmp_path, "--train.start-from", start, "--draft.block-size", "3") == 2
+    assert "its block_size differ from the run's draft settings" in capsys.readouterr().err

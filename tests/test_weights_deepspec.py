@@ -18,6 +18,8 @@ from dspark_jax.target import Target
 from dspark_jax.weights.deepspec import read_drafter, write_drafter
 
 TARGET = make_target()
+NO_HEADS = {"markov_rank": 0, "confidence_with_markov": False, "confidence_head": False}
+HEADS: list[dict[str, Any]] = [{}, {"confidence_with_markov": False}, NO_HEADS]
 IDS = np.asarray([0, 3, 4, 9, 17, 20, 39], np.int32)
 
 
@@ -41,8 +43,7 @@ def edit_tensors(directory: Path, change: Callable[[dict[str, np.ndarray]], Any]
 
 
 @pytest.mark.parametrize("ids", [None, IDS], ids=["full vocabulary", "reduced vocabulary"])
-@pytest.mark.parametrize("heads", [{}, {"confidence_with_markov": False}, {"markov_rank": 0, "confidence_with_markov": False,
-                                                                         "confidence_head": False}])  # fmt: skip
+@pytest.mark.parametrize("heads", HEADS)
 def test_a_round_trip_is_bit_equal(tmp_path: Path, ids: np.ndarray | None, heads: dict[str, Any]) -> None:
     drafter = make_drafter(TARGET, draft_to_target=ids, **heads)
     config, params, read_ids = read_drafter(written(tmp_path / "a", drafter), TARGET)

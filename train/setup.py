@@ -12,6 +12,7 @@ from dspark_jax.drafters import Drafter
 from dspark_jax.drafters.drafter import Params, frozen_parts
 from dspark_jax.target import Target, cast_params
 from dspark_jax.verify import inverse_map
+from dspark_jax.weights.deepspec import read_drafter
 from train import data
 from train.conversations import Conversations, Record, load_conversations
 from train.features import CachedFeatures
@@ -34,6 +35,7 @@ class Run:
     models: StepModels
     weights: StepWeights
     features: CachedFeatures | None
+    start_params: Params | None
 
     def servable(self, params: Params) -> Drafter:
         """The drafter as it is served, in the target's dtype."""
@@ -82,13 +84,14 @@ def build(config: Config, draft_vocabulary: list[int] | None) -> Run:
         raise ConfigError(f"draft layout = {drafter.layout!r}: drafters are written in DeepSpec's format, anchor_first")
     conversations = load_conversations(config.data, target.tokenizer, shape.vocab_size)
     train, held_out = data.split(conversations.records, config.data.validation_fraction)
-    chosen = None
-    if drafter.draft_vocab_size:
+    start_params, chosen = None, None
+    if draft_vocabulary is not None:
+        chosen = np.asarray(draft_vocabulary, np.int32)
+    elif config.train.start_from:
+        start_params, chosen = _start(config.train.start_from, drafter, target)
+    elif drafter.draft_vocab_size:
         always = {*shape.eos_token_ids, *target.tokenizer.special_ids}
-        if draft_vocabulary is None:
-            chosen = data.draft_vocabulary(train, drafter.draft_vocab_size, shape.vocab_size, always)
-        else:
-            chosen = np.asarray(draft_vocabulary, np.int32)
+        chosen = data.draft_vocabulary(train, drafter.draft_vocab_size, shape.vocab_size, always)
     frozen = frozen_parts(target.params, chosen)
     target_to_draft = None if chosen is None else inverse_map(jax.numpy.asarray(chosen), shape.vocab_size)
     features = None
@@ -107,4 +110,14 @@ def build(config: Config, draft_vocabulary: list[int] | None) -> Run:
         models=StepModels(shape, drafter, config.loss, config.optimizer, config.train),
         weights=StepWeights(target.params, frozen, target_to_draft),
         features=features,
+        start_params=start_params,
     )
+
+
+def _start(path: str, drafter: DrafterConfig, target: Target) -> tuple[Params, np.ndarray | None]:
+    """Weights and draft vocabulary of a written drafter. Raises ConfigError where its shape is not the run's."""
+    config, params, draft_to_target = read_drafter(path, target)
+    if config != drafter:
+        differing = [f.name for f in dataclasses.fields(config) if getattr(config, f.name) != getattr(drafter, f.name)]
+        raise ConfigError(f"train start_from = {path}: its {', '.join(differing)} differ from the run's draft settings")
+    return jax.tree.map(jax.numpy.asarray, params), draft_to_target
