@@ -40,8 +40,8 @@ class Checkpoints:
         self._directory = directory.absolute()
         try:
             self._checkpointer = ocp.training.Checkpointer(
-                self._directory,
-                preservation_policy=ocp.training.preservation_policies.LatestN(keep),
+                str(self._directory),
+                preservation_policy=ocp.training.preservation_policies.LatestN(keep),  # type: ignore[arg-type]
                 cleanup_tmp_directories=True,
             )
         except OSError as error:

@@ -1,6 +1,7 @@
 """A random target of a few kilobytes, for smoke runs and tests that need no files: `target.path = "tiny-random"`."""
 
 import functools
+from typing import Any
 
 import jax
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -37,7 +38,7 @@ def tiny_target(seed: int = 0) -> Target:
         rope_theta=10000.0, norm_eps=1e-6, max_length=512, tied_head=False, eos_token_ids=(258,), name=TINY,
     )  # fmt: skip
     zeros = jax.numpy.zeros((1, 1), jax.numpy.int32)
-    params = dict(TargetModel(config).init(jax.random.key(seed), zeros, zeros)["params"])
+    params: dict[str, Any] = dict(TargetModel(config).init(jax.random.key(seed), zeros, zeros)["params"])
     # Normal(0, 0.02) leaves every next token about as likely; a wider head gives the drafter something to learn.
     params["head"] = params["head"] * 25.0
     return Target(config, cast_params(params, "float32"), tiny_tokenizer())
