@@ -33,8 +33,8 @@ def main() -> None:
         step, cache, new_ids, margins = torch.tensor([ids]), None, [], []
         while len(new_ids) < NEW_TOKENS:
             with torch.no_grad():
-                out = model(step, past_key_values=cache, use_cache=True)
-            best, cache = out.logits[0, -1].topk(2), out.past_key_values
+                out = model(step, cache=cache, use_cache=True)
+            best, cache = out.logits[0, -1].topk(2), out.cache
             new_ids.append(int(best.indices[0]))
             margins.append(float(best.values[0] - best.values[1]))
             step = best.indices[:1, None]
