@@ -191,6 +191,7 @@ def generate(
     verify: Verifier = "token",
     *,
     batch_size: int = 32,
+    longest_prompt: int = 0,
     on_progress: Callable[[int], None] | None = None,
 ) -> list[Generation]:
     """Decodes prompts (token ids, any lengths) with the target's own law; `drafter` None is plain decoding.
@@ -198,7 +199,8 @@ def generate(
     `sampling` is one for all or one a prompt. Prompt i draws from fold_in(seed, i), so its text depends neither on
     its neighbours nor on `batch_size`, the number decoded together. A text ends with the first token of
     `eos_token_ids`, which is kept, or after exactly `max_new_tokens`. `verify` picks token-wise or block
-    verification; both leave the target's law unchanged. `on_progress` is told the number of new tokens as they come.
+    verification; both leave the law unchanged. `longest_prompt` sizes the shapes for prompts up to that length,
+    so that several calls share their programs. `on_progress` is told the number of new tokens as they come.
     Raises ConfigError on an empty prompt, ids outside the vocabulary, or a prompt that does not fit the context.
     """
     params = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
@@ -215,7 +217,7 @@ def generate(
         filled = batch + [0] * (batch_rows(len(batch), target.dtype) - len(batch))
         keys_R = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.asarray(filled, jnp.uint32))
         done = _decode(models, weights, [prompts[i] for i in batch], [params[i] for i in batch], keys_R,
-                       max_new_tokens, frozenset(eos_token_ids), on_progress)  # fmt: skip
+                       max_new_tokens, frozenset(eos_token_ids), longest_prompt, on_progress)  # fmt: skip
         results.update(zip(batch, done, strict=True))
     return [results[i] for i in range(len(prompts))]
 
@@ -234,12 +236,13 @@ def _decode(
     key_R: jax.Array,
     max_new_tokens: int,
     eos: frozenset[int],
+    longest_prompt: int,
     on_progress: Callable[[int], None] | None,
 ) -> list[Generation]:
     """One batch, from prefill to the last end of sequence."""
     batch = key_R.shape[0]
     reserve = models.drafter.num_drafts + 1 if models.drafter else 1
-    longest = max(len(prompt) for prompt in prompts)
+    longest = max(longest_prompt, *(len(prompt) for prompt in prompts))
     tokens_RS = np.zeros((batch, bucket(longest, 32)), np.int32)
     prompt_length_R = np.ones(batch, np.int32)
     for row, prompt in enumerate(prompts):
