@@ -8,6 +8,7 @@ import os
 
 # Read when the libraries are imported, so set first. JAX_PLATFORMS=cuda (or tpu) in the environment wins.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # tests compile far longer than they run
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
