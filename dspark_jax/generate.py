@@ -69,7 +69,7 @@ class _Models(NamedTuple):
 
 class _Weights(NamedTuple):
     target: Params
-    drafter: Params | None
+    drafter: Params
     frozen: Frozen | None
 
 
@@ -207,7 +207,7 @@ def generate(
     _check(target, drafter, prompts, max_new_tokens, params, verify)
     greedy = all(p.temperature == 0 for p in params)
     models = _Models(target.config, drafter.config if drafter else None, greedy, verify)
-    weights = _Weights(target.params, drafter.params if drafter else None, drafter.frozen if drafter else None)
+    weights = _Weights(target.params, drafter.params if drafter else {}, drafter.frozen if drafter else None)
     key = jax.random.key(seed)
     # Prompts of like length share a batch; results go back to their places.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))

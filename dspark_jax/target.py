@@ -31,7 +31,7 @@ class Features(NamedTuple):
 
     hidden_BSD: jax.Array
     taps_BSMD: jax.Array
-    caches: list[LayerCache] | None
+    caches: list[LayerCache]  # as given, with the new rows; empty where none were given
 
 
 class Block(nn.Module):
@@ -91,15 +91,16 @@ class TargetModel(nn.Module):
             self.param("head", layers.normal_init, (c.vocab_size, c.d_model))
         x_BSD = table_VD[tokens_BS].astype(jnp.float32)
         tapped = {-1: x_BSD}
-        new_caches = []
+        new_caches: list[LayerCache] = []
         for i in range(c.num_layers):
             x_BSD, cache = Block(c, name=f"layers_{i}")(x_BSD, position_BS, None if caches is None else caches[i])
             tapped[i] = x_BSD
-            new_caches.append(cache)
+            if cache is not None:
+                new_caches.append(cache)
         hidden_BSD = layers.rms_norm(x_BSD, self.param("final_norm", _ones, (c.d_model,)), c.norm_eps)
         taps = [tapped[layer] for layer in tap_layers]
         taps_BSMD = jnp.stack(taps, axis=2) if taps else jnp.zeros((*x_BSD.shape[:2], 0, c.d_model), jnp.float32)
-        return Features(hidden_BSD, taps_BSMD, None if caches is None else new_caches)
+        return Features(hidden_BSD, taps_BSMD, new_caches)
 
 
 def features(

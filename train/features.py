@@ -28,7 +28,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 import tyro
-from array_record.python import array_record_module
+from array_record.python import array_record_module  # pyright: ignore[reportAttributeAccessIssue]
 from rich.progress import track
 
 from dspark_jax.config import Config, ConfigError, DrafterConfig

@@ -89,7 +89,13 @@ def init_params(config: DrafterConfig, rng: jax.Array) -> Params:
     taps = jnp.zeros((1, 1, len(config.target_layer_ids), config.d_model))
     block = jnp.zeros((1, 1, config.block_size, config.d_model))
     previous = jnp.zeros((1, 1, config.num_drafts), jnp.int32)
-    return DSparkModel(config).init(rng, taps, block, jnp.zeros((1, 1), jnp.int32), previous)["params"]
+    variables: Any = DSparkModel(config).init(rng, taps, block, jnp.zeros((1, 1), jnp.int32), previous)
+    return variables["params"]
+
+
+def _apply(config: DrafterConfig, params: Params, *arguments: Any, method: str = "__call__") -> Any:
+    """One method of the module on these weights. `Any`: Linen's own type allows for collections, used nowhere here."""
+    return DSparkModel(config).apply({"params": params}, *arguments, method=method)
 
 
 class BlockFeatures(NamedTuple):
@@ -112,16 +118,14 @@ def teacher_forced_features(
     first_BA = base.gather_positions(tokens_BS, anchors_BA)
     previous_BAG = base.previous_tokens(tokens_BS, anchors_BA, config.num_drafts)
     embedded_BAGD = _embed_block(config, frozen, first_BA)
-    return BlockFeatures(
-        *DSparkModel(config).apply({"params": params}, taps_BSMD, embedded_BAGD, anchors_BA, previous_BAG)
-    )
+    return BlockFeatures(*_apply(config, params, taps_BSMD, embedded_BAGD, anchors_BA, previous_BAG))
 
 
 def draft_logits(config: DrafterConfig, params: Params, frozen: Frozen, hidden: jax.Array, embedded: Any) -> jax.Array:
     """Float32 logits [..., V] over the draft vocabulary, sequential head included."""
     logits = linear(hidden, frozen.head_VD)
     if config.markov_rank:
-        logits += DSparkModel(config).apply({"params": params}, embedded, method="bias")
+        logits += _apply(config, params, embedded, method="bias")
     return logits
 
 
@@ -155,8 +159,8 @@ def commit(
     Rows of tokens that turn out rejected may be among them: they lie at or beyond the next anchor, hence unseen,
     and are overwritten when their position is committed.
     """
-    context = DSparkModel(config).apply({"params": params}, taps_BSMD, position_BS, method="context")
-    return [kv_cache.append(cache, *kv, position_BS) for cache, kv in zip(caches, context, strict=True)]  # type: ignore[arg-type]
+    context = _apply(config, params, taps_BSMD, position_BS, method="context")
+    return [kv_cache.append(cache, *kv, position_BS) for cache, kv in zip(caches, context, strict=True)]
 
 
 def propose(
@@ -174,24 +178,23 @@ def propose(
 
     `greedy` (static) says that every row has temperature 0, which needs no law at all.
     """
-    model = DSparkModel(config)
     embedded_RAGD = _embed_block(config, frozen, first_R[:, None])
-    hidden_RAGD = model.apply({"params": params}, embedded_RAGD, anchor_R[:, None], caches, method="block")
-    hidden_RGD = hidden_RAGD[:, 0]  # type: ignore[index]
+    hidden_RAGD = _apply(config, params, embedded_RAGD, anchor_R[:, None], caches, method="block")
+    hidden_RGD = hidden_RAGD[:, 0]
     base_RGV = linear(hidden_RGD, frozen.head_VD)
 
     def embed_previous(previous: jax.Array) -> Any:
-        return model.apply({"params": params}, previous, method="embed_previous") if config.markov_rank else None
+        return _apply(config, params, previous, method="embed_previous") if config.markov_rank else None
 
     def step(_: None, previous_R: jax.Array, __: None) -> tuple[None, Any]:
         if not config.markov_rank:
             return None, jnp.zeros((previous_R.shape[0], 1))
-        return None, model.apply({"params": params}, embed_previous(previous_R), method="bias")
+        return None, _apply(config, params, embed_previous(previous_R), method="bias")
 
     sample = sample_block(step, None, first_R, base_RGV, None, keys_RG, rows, frozen.draft_to_target_V, greedy)
     confidence_RG = None
     if config.confidence_head:
         # Slot k's confidence sees the token before it and never its own, so it may gate that token's verification.
         previous_RG = jnp.concatenate([first_R[:, None], sample.tokens_RG[:, :-1]], axis=1)
-        confidence_RG = model.apply({"params": params}, hidden_RGD, embed_previous(previous_RG), method="confidence")
-    return Proposal(sample, confidence_RG)  # type: ignore[arg-type]
+        confidence_RG = _apply(config, params, hidden_RGD, embed_previous(previous_RG), method="confidence")
+    return Proposal(sample, confidence_RG)

@@ -23,7 +23,7 @@ from dspark_jax.weights.hf_files import rope_theta
 ARCHITECTURE = "Qwen3DSparkModel"
 
 # Their name -> our path and, where one of our leaves joins several of theirs, the index on its first axis.
-_OUTER = {
+_OUTER: dict[str, tuple[str, int | None]] = {
     "fc.weight": ("backbone/fc", None),
     "hidden_norm.weight": ("backbone/hidden_norm", None),
     "norm.weight": ("backbone/norm", None),
@@ -32,7 +32,7 @@ _OUTER = {
     "confidence_head.proj.weight": ("confidence_head/weight", None),
     "confidence_head.proj.bias": ("confidence_head/bias", None),
 }
-_LAYER = {
+_LAYER: dict[str, tuple[str, int | None]] = {
     "layers.{}.input_layernorm.weight": ("backbone/layers_{}/attn_norm", None),
     "layers.{}.self_attn.q_proj.weight": ("backbone/layers_{}/q", None),
     "layers.{}.self_attn.k_proj.weight": ("backbone/layers_{}/kv", 0),
