@@ -160,7 +160,7 @@ def commit(
     and are overwritten when their position is committed.
     """
     context = _apply(config, params, taps_BSMD, position_BS, method="context")
-    return [kv_cache.append(cache, *kv, position_BS) for cache, kv in zip(caches, context, strict=True)]
+    return [kv_cache.append(cache, k, v, position_BS) for cache, (k, v) in zip(caches, context, strict=True)]
 
 
 def propose(
