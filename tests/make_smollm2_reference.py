@@ -1,6 +1,6 @@
 """Makes data/smollm2_greedy.json: greedy text of SmolLM2-135M by transformers, which reads the same GGUF by itself.
 
-    python tests/make_smollm2_reference.py      # needs the extra `parity`; a minute or two
+    python tests/make_smollm2_reference.py      # needs the extra `parity` and accelerate; minutes
 
 Only the ids of the prompts come from this project: transformers' GGUF tokenizer drops the digit split of this model.
 The smallest margin between the best two logits says how sure the expected ids are.
