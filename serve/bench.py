@@ -186,7 +186,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             result = run(target, drafter, prompts, args.settings, on_step)
         command = shlex.join(["python", "-m", "serve.bench", *argv])
-        result = {"command": command, "target": args.target, "drafter": str(drafter_path)} | result
+        result = {
+            "command": command,
+            "target": args.target,
+            "drafter": str(args.drafter or SHIPPED_DRAFTER.name),
+        } | result
         report.show(result)
         if args.json:
             report.write_json(args.json, result)
