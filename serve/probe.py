@@ -23,9 +23,8 @@ from dspark_jax.sampling import sampling_rows
 from dspark_jax.target import Target
 
 REPEATS = 5
-PROBE_LAYERS = (
-    8  # Layers cost alike, and compiling all of a deep target four times takes longer than the answer is worth.
-)
+# Layers cost alike, and compiling all of a deep target four times takes longer than the answer is worth.
+PROBE_LAYERS = 8
 Params = dict[str, Any]
 
 
