@@ -1,10 +1,31 @@
-"""Attention over cached keys: the XLA reference. Visibility is given by limits, never by a stored [.., S, S] mask."""
+"""Attention over cached keys, in XLA. Visibility is given by limits, never by a stored [.., S, S] mask.
+
+Two forms of the same arithmetic: `causal_attention` and `block_attention` read a dense cache at once; `paged_attention`
+walks over pages with a running softmax, so its memory follows one page and its time the longest context in the batch.
+"""
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 # Finite, so that a row that sees nothing stays a number: its weights are uniform and nobody reads its output.
 _HIDDEN = -1e30
+
+
+class Rule(NamedTuple):
+    """How a layer attends, static. Scores are q k * `scale` (None: head size ** -0.5), then, with `softcap` c > 0,
+    c tanh(scores / c). With `window` w > 0 a row at position p sees keys at positions above p - w only.
+    `causal_block`: the rows of a draft block see each other causally; otherwise all see all."""
+
+    scale: float | None = None
+    softcap: float = 0.0
+    window: int = 0
+    causal_block: bool = False
+
+
+DEFAULT = Rule()
 
 
 def _grouped(q: jax.Array, num_kv_heads: int) -> jax.Array:
@@ -13,7 +34,14 @@ def _grouped(q: jax.Array, num_kv_heads: int) -> jax.Array:
     return q.reshape(*lead, num_kv_heads, num_heads // num_kv_heads, head_dim)
 
 
-def causal_attention(q_BSNH: jax.Array, k_BKHT: jax.Array, v_BKTH: jax.Array, position_BS: jax.Array) -> jax.Array:
+def _score(raw: jax.Array, rule: Rule, head_dim: int) -> jax.Array:
+    scores = raw * (head_dim**-0.5 if rule.scale is None else rule.scale)
+    return jnp.tanh(scores / rule.softcap) * rule.softcap if rule.softcap else scores
+
+
+def causal_attention(
+    q_BSNH: jax.Array, k_BKHT: jax.Array, v_BKTH: jax.Array, position_BS: jax.Array, rule: Rule = DEFAULT
+) -> jax.Array:
     """Softmax attention of S new rows over T keys, key t being visible to a row at position p when t <= p.
 
     The result is [B, S, N, H], float32. Keys beyond a row's position may hold anything finite.
@@ -21,11 +49,23 @@ def causal_attention(q_BSNH: jax.Array, k_BKHT: jax.Array, v_BKTH: jax.Array, po
     _, num_kv_heads, head_dim, num_keys = k_BKHT.shape
     q_BSKJH = _grouped(q_BSNH, num_kv_heads).astype(k_BKHT.dtype)
     scores = jnp.einsum("BSKJH,BKHT->BKJST", q_BSKJH, k_BKHT, preferred_element_type=jnp.float32)
-    visible_BST = jnp.arange(num_keys)[None, None, :] <= position_BS[:, :, None]
-    scores = jnp.where(visible_BST[:, None, None], scores * head_dim**-0.5, _HIDDEN)
+    key_T, row_BS1 = jnp.arange(num_keys)[None, None, :], position_BS[:, :, None]
+    visible_BST = key_T <= row_BS1
+    if rule.window:
+        visible_BST &= key_T > row_BS1 - rule.window
+    scores = jnp.where(visible_BST[:, None, None], _score(scores, rule, head_dim), _HIDDEN)
     weights = jax.nn.softmax(scores, axis=-1).astype(v_BKTH.dtype)
     out = jnp.einsum("BKJST,BKTH->BSKJH", weights, v_BKTH, preferred_element_type=jnp.float32)
     return out.reshape(q_BSNH.shape)
+
+
+def _own_visible(num_rows: int, rule: Rule) -> jax.Array | None:
+    """Which rows u of its own block a row g of a draft block sees, [G, U]; None: all of them."""
+    row_G1, row_1U = jnp.arange(num_rows)[:, None], jnp.arange(num_rows)[None, :]
+    if rule.causal_block:
+        visible_GU = row_1U <= row_G1
+        return visible_GU & (row_1U > row_G1 - rule.window) if rule.window else visible_GU
+    return jnp.abs(row_G1 - row_1U) < rule.window if 0 < rule.window < num_rows else None
 
 
 def block_attention(
@@ -35,6 +75,7 @@ def block_attention(
     block_k_BAGKH: jax.Array,
     block_v_BAGKH: jax.Array,
     limit_BA: jax.Array,
+    rule: Rule = DEFAULT,
 ) -> jax.Array:
     """Draft attention (DSpark, backbone): the rows of a block see context keys t < limit and all of their own block.
 
@@ -42,16 +83,86 @@ def block_attention(
     not exist yet when the block is drafted, so it stays invisible in training too. Result [B, A, G, N, H], float32.
     """
     _, num_kv_heads, head_dim, num_keys = context_k_BKHT.shape
+    num_rows = q_BAGNH.shape[2]
     q_BAGKJH = _grouped(q_BAGNH, num_kv_heads).astype(context_k_BKHT.dtype)
     block_k_BAGKH, block_v_BAGKH = (x.astype(context_k_BKHT.dtype) for x in (block_k_BAGKH, block_v_BAGKH))
     context = jnp.einsum("BAGKJH,BKHT->BKJAGT", q_BAGKJH, context_k_BKHT, preferred_element_type=jnp.float32)
     own = jnp.einsum("BAGKJH,BAUKH->BKJAGU", q_BAGKJH, block_k_BAGKH, preferred_element_type=jnp.float32)
-    visible_BAT = jnp.arange(num_keys)[None, None, :] < limit_BA[:, :, None]
-    context = jnp.where(visible_BAT[:, None, None, :, None], context, _HIDDEN)
-    weights = jax.nn.softmax(jnp.concatenate([context, own], axis=-1) * head_dim**-0.5, axis=-1)
-    weights = weights.astype(context_v_BKTH.dtype)
+    key_T = jnp.arange(num_keys)[None, None, None, :]
+    visible_BAGT = key_T < limit_BA[:, :, None, None]
+    if rule.window:
+        row_BAG1 = (limit_BA[:, :, None] + jnp.arange(num_rows)[None, None, :])[..., None]
+        visible_BAGT = visible_BAGT & (key_T > row_BAG1 - rule.window)
+    context = jnp.where(visible_BAGT[:, None, None], _score(context, rule, head_dim), _HIDDEN)
+    own, visible_GU = _score(own, rule, head_dim), _own_visible(num_rows, rule)
+    if visible_GU is not None:
+        own = jnp.where(visible_GU[None, None, None, None], own, _HIDDEN)
+    weights = jax.nn.softmax(jnp.concatenate([context, own], axis=-1), axis=-1).astype(context_v_BKTH.dtype)
     out = jnp.einsum("BKJAGT,BKTH->BAGKJH", weights[..., :num_keys], context_v_BKTH, preferred_element_type=jnp.float32)
     out += jnp.einsum(
         "BKJAGU,BAUKH->BAGKJH", weights[..., num_keys:], block_v_BAGKH, preferred_element_type=jnp.float32
     )
     return out.reshape(q_BAGNH.shape)
+
+
+class _Running(NamedTuple):
+    """A softmax under way: largest score, sum of weights, weighted values."""
+
+    largest_RKJS: jax.Array
+    sum_RKJS: jax.Array
+    out_RKJSH: jax.Array
+
+
+def _advance(running: _Running, scores_RKJSp: jax.Array, v_RKpH: jax.Array) -> _Running:
+    """Takes in one more stretch of keys (the online softmax of FlashAttention, Dao et al. 2022)."""
+    largest = jnp.maximum(running.largest_RKJS, jnp.max(scores_RKJSp, axis=-1))
+    old, new = jnp.exp(running.largest_RKJS - largest), jnp.exp(scores_RKJSp - largest[..., None])
+    out = jnp.einsum("RKJSp,RKpH->RKJSH", new.astype(v_RKpH.dtype), v_RKpH, preferred_element_type=jnp.float32)
+    return _Running(largest, running.sum_RKJS * old + jnp.sum(new, axis=-1), running.out_RKJSH * old[..., None] + out)
+
+
+def paged_attention(
+    q_RSNH: jax.Array,
+    k_PKHp: jax.Array,
+    v_PKpH: jax.Array,
+    page_table_RN: jax.Array,
+    limit_RS: jax.Array,
+    own: tuple[jax.Array, jax.Array] | None = None,
+    rule: Rule = DEFAULT,
+) -> jax.Array:
+    """Attention of S rows a request over the pages of that request: keys t < limit are visible. [R, S, N, H], float32.
+
+    `page_table[r, n]` is the page that holds positions n * p .. n * p + p - 1 of request r. `own` gives keys and
+    values [R, S, K, H] of a draft block's own rows, which all of them see; a row's position for `rule.window` is
+    then limit + its index, else limit - 1. A row that sees nothing at all returns zeros.
+    """
+    num_rows, (_, num_kv_heads, head_dim, page) = q_RSNH.shape[1], k_PKHp.shape
+    q_RKJSH = _grouped(q_RSNH, num_kv_heads).astype(k_PKHp.dtype).transpose(0, 2, 3, 1, 4)
+    shape = q_RKJSH.shape[:-1]
+    start = _Running(
+        jnp.full(shape, _HIDDEN), jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, head_dim), jnp.float32)
+    )
+    row_RS = limit_RS - 1
+    if own is not None:
+        k_RKSH, v_RKSH = (x.astype(k_PKHp.dtype).swapaxes(1, 2) for x in own)
+        scores = jnp.einsum("RKJSH,RKUH->RKJSU", q_RKJSH, k_RKSH, preferred_element_type=jnp.float32)
+        scores, visible_GU = _score(scores, rule, head_dim), _own_visible(num_rows, rule)
+        if visible_GU is not None:
+            scores = jnp.where(visible_GU[None, None, None], scores, _HIDDEN)
+        start = _advance(start, scores, v_RKSH)
+        row_RS = limit_RS + jnp.arange(num_rows)[None, :]
+
+    def step(n: jax.Array, running: _Running) -> _Running:
+        page_R = lax.dynamic_index_in_dim(page_table_RN, n, axis=1, keepdims=False)
+        scores = jnp.einsum("RKJSH,RKHp->RKJSp", q_RKJSH, k_PKHp[page_R], preferred_element_type=jnp.float32)
+        key_p = n * page + jnp.arange(page)[None, None, :]
+        visible_RSp = key_p < limit_RS[:, :, None]
+        if rule.window:
+            visible_RSp &= key_p > row_RS[:, :, None] - rule.window
+        scores = jnp.where(visible_RSp[:, None, None], _score(scores, rule, head_dim), _HIDDEN)
+        return _advance(running, scores, v_PKpH[page_R])
+
+    end = lax.fori_loop(0, (jnp.max(limit_RS) + page - 1) // page, step, start)
+    seen = end.largest_RKJS > _HIDDEN
+    out = end.out_RKJSH / jnp.where(seen, end.sum_RKJS, jnp.inf)[..., None]
+    return out.transpose(0, 3, 1, 2, 4).reshape(q_RSNH.shape)

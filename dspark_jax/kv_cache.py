@@ -1,11 +1,15 @@
-"""Key/value caches: a pair of arrays a layer, written at positions, rolled back by length alone.
+"""Key/value caches: written at positions, rolled back by length alone.
 
-Keys lie transposed, [B, K, H, T]: both products of attention then read their cache in the order it is stored
+A cache holds positions 0, 1, ... of each sequence. Rolling back needs no write: rows at or beyond a sequence's length
+are invisible (attention compares indices with limits) and are overwritten when that position is computed again.
+So speculation may write a whole block and commit only a part of it.
+
+`LayerCache` is dense, one row a sequence: training, calibration and `generate`. `PagedLayer` keeps the pages of all
+requests in one pool, for rounds that pack the tokens of many requests into one flat row: `serve`. Models know only
+the three methods that both have: `append`, `attend`, `attend_block`.
+
+Keys lie transposed, [.., H, T]: both products of attention then read their cache in the order it is stored
 (twice as fast on a CPU, measured at 1 and 6 queries).
-
-A cache row holds positions 0..T-1 of one sequence. Rolling back needs no write: rows at or beyond a sequence's
-length are invisible (`attention` compares indices with lengths) and are overwritten when that position is
-computed again. So speculation may write a whole block and commit only a part of it.
 """
 
 from typing import NamedTuple
@@ -13,32 +17,113 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from dspark_jax.attention import DEFAULT, Rule, block_attention, causal_attention, paged_attention
+
 
 class LayerCache(NamedTuple):
+    """One layer's keys and values, a row a sequence."""
+
     k_BKHT: jax.Array
     v_BKTH: jax.Array
 
+    def append(self, k_BSKH: jax.Array, v_BSKH: jax.Array, position_BS: jax.Array) -> "LayerCache":
+        """Writes S new rows a sequence at their positions; a position beyond the cache is dropped."""
+        row_B1 = jnp.arange(position_BS.shape[0])[:, None]
+        k_BKHT, v_BKTH = self
+        return LayerCache(
+            k_BKHT.at[row_B1, :, :, position_BS].set(k_BSKH.astype(k_BKHT.dtype), mode="drop"),
+            v_BKTH.at[row_B1, :, position_BS].set(v_BSKH.astype(v_BKTH.dtype), mode="drop"),
+        )
+
+    def attend(self, q_BSNH: jax.Array, position_BS: jax.Array, rule: Rule = DEFAULT) -> jax.Array:
+        """Rows at their positions over everything at or before them, [B, S, N, H] float32."""
+        return causal_attention(q_BSNH, *self, position_BS, rule)
+
+    def attend_block(
+        self, q_BAGNH: jax.Array, k_BAGKH: jax.Array, v_BAGKH: jax.Array, limit_BA: jax.Array, rule: Rule = DEFAULT
+    ) -> jax.Array:
+        """Draft blocks over the context before `limit` and over themselves, [B, A, G, N, H] float32."""
+        return block_attention(q_BAGNH, *self, k_BAGKH, v_BAGKH, limit_BA, rule)
+
+
+class Packing(NamedTuple):
+    """Where the T packed tokens of a round belong: token t is row `place_T` of request `row_T` (R: a filler, which
+    is written nowhere). `index_RS` is the way back, the packed index of each request's rows (T where there is none).
+    `page_table_RN` names each request's pages in order (P where it has none)."""
+
+    row_T: jax.Array
+    place_T: jax.Array
+    index_RS: jax.Array
+    page_table_RN: jax.Array
+
+
+class PagedLayer(NamedTuple):
+    """One layer's pages and the packing of this round. Model inputs are [1, T, ...]; blocks are [R, 1, G, ...]."""
+
+    k_PKHp: jax.Array
+    v_PKpH: jax.Array
+    packing: Packing
+
+    def append(self, k_1TKH: jax.Array, v_1TKH: jax.Array, position_1T: jax.Array) -> "PagedLayer":
+        """Writes every packed token into its request's page; fillers and positions without a page are dropped."""
+        num_pages, page, table = self.k_PKHp.shape[0], self.k_PKHp.shape[-1], self.packing.page_table_RN
+        position_T = position_1T[0]
+        entry_T = position_T // page
+        known_T = (self.packing.row_T < table.shape[0]) & (entry_T < table.shape[1])
+        page_T = jnp.where(known_T, table[self.packing.row_T, entry_T], num_pages)  # out-of-range gathers are clamped
+        place_T = position_T % page
+        k_TKH, v_TKH = k_1TKH[0].astype(self.k_PKHp.dtype), v_1TKH[0].astype(self.v_PKpH.dtype)
+        return self._replace(
+            k_PKHp=self.k_PKHp.at[page_T, :, :, place_T].set(k_TKH, mode="drop"),
+            v_PKpH=self.v_PKpH.at[page_T, :, place_T].set(v_TKH, mode="drop"),
+        )
+
+    def attend(self, q_1TNH: jax.Array, position_1T: jax.Array, rule: Rule = DEFAULT) -> jax.Array:
+        """Packed rows over their own requests. Attention runs on the rectangle [R, S]: it is the small part, and a
+        gather there is cheaper than a copy of each request's keys for each of its tokens."""
+        pack, num_tokens = self.packing, position_1T.shape[1]
+        there_RS = pack.index_RS < num_tokens
+        index_RS = jnp.where(there_RS, pack.index_RS, 0)
+        limit_RS = jnp.where(there_RS, position_1T[0][index_RS] + 1, 0)
+        out_RSNH = paged_attention(
+            q_1TNH[0][index_RS], self.k_PKHp, self.v_PKpH, pack.page_table_RN, limit_RS, None, rule
+        )
+        return out_RSNH[jnp.minimum(pack.row_T, index_RS.shape[0] - 1), pack.place_T][None]
+
+    def attend_block(
+        self, q_R1GNH: jax.Array, k_R1GKH: jax.Array, v_R1GKH: jax.Array, limit_R1: jax.Array, rule: Rule = DEFAULT
+    ) -> jax.Array:
+        """One draft block a request over its context before `limit` and over itself."""
+        limit_RG = jnp.broadcast_to(limit_R1, (limit_R1.shape[0], q_R1GNH.shape[2]))
+        own = (k_R1GKH[:, 0], v_R1GKH[:, 0])
+        table = self.packing.page_table_RN
+        out_RGNH = paged_attention(q_R1GNH[:, 0], self.k_PKHp, self.v_PKpH, table, limit_RG, own, rule)
+        return out_RGNH[:, None]
+
+
+Cache = LayerCache | PagedLayer
+
 
 def empty(batch: int, num_kv_heads: int, length: int, head_dim: int, dtype: jnp.dtype) -> LayerCache:
-    """A cache of zeros for `length` positions."""
+    """A dense cache of zeros for `length` positions."""
     return LayerCache(
         jnp.zeros((batch, num_kv_heads, head_dim, length), dtype),
         jnp.zeros((batch, num_kv_heads, length, head_dim), dtype),
     )
 
 
-def append(cache: LayerCache, k_BSKH: jax.Array, v_BSKH: jax.Array, position_BS: jax.Array) -> LayerCache:
-    """Writes S new rows a sequence at their positions; a position beyond the cache is dropped."""
-    row_B1 = jnp.arange(position_BS.shape[0])[:, None]
-    k_BKHT, v_BKTH = cache
-    return LayerCache(
-        k_BKHT.at[row_B1, :, :, position_BS].set(k_BSKH.astype(k_BKHT.dtype), mode="drop"),
-        v_BKTH.at[row_B1, :, position_BS].set(v_BSKH.astype(v_BKTH.dtype), mode="drop"),
+def empty_pages(
+    pages: int, num_kv_heads: int, page_size: int, head_dim: int, dtype: jnp.dtype
+) -> tuple[jax.Array, jax.Array]:
+    """The page pool of one layer: keys [P, K, H, p] and values [P, K, p, H], zeros."""
+    return (
+        jnp.zeros((pages, num_kv_heads, head_dim, page_size), dtype),
+        jnp.zeros((pages, num_kv_heads, page_size, head_dim), dtype),
     )
 
 
 def from_rows(k_BSKH: jax.Array, v_BSKH: jax.Array, dtype: jnp.dtype) -> LayerCache:
-    """The cache of a whole sequence at positions 0..S-1."""
+    """The dense cache of a whole sequence at positions 0..S-1."""
     return LayerCache(k_BSKH.astype(dtype).transpose(0, 2, 3, 1), v_BSKH.astype(dtype).swapaxes(1, 2))
 
 

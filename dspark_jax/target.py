@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dspark_jax import attention, kv_cache, layers
+from dspark_jax import kv_cache, layers
 from dspark_jax.config import ConfigError, TargetConfig
-from dspark_jax.kv_cache import LayerCache
+from dspark_jax.kv_cache import Cache, LayerCache
 
 Params = dict[str, Any]
 _ones = nn.initializers.ones
@@ -31,7 +32,7 @@ class Features(NamedTuple):
 
     hidden_BSD: jax.Array
     taps_BSMD: jax.Array
-    caches: list[LayerCache]  # as given, with the new rows; empty where none were given
+    caches: list[Cache]  # as given, with the new rows; empty where none were given
 
 
 class Block(nn.Module):
@@ -40,9 +41,7 @@ class Block(nn.Module):
     config: TargetConfig
 
     @nn.compact
-    def __call__(
-        self, x_BSD: jax.Array, position_BS: jax.Array, cache: LayerCache | None
-    ) -> tuple[jax.Array, LayerCache | None]:
+    def __call__(self, x_BSD: jax.Array, position_BS: jax.Array, cache: Cache | None) -> tuple[jax.Array, Cache | None]:
         c = self.config
         group = c.num_heads // c.num_kv_heads
         # One weight for q, k and v, grouped by key/value head: one dot, and a tensor-parallel split is by whole groups.
@@ -64,8 +63,8 @@ class Block(nn.Module):
         if cache is None:
             context = kv_cache.from_rows(k_BSKH, v_BSKH, kv_cache.compute_dtype(qkv.dtype))
         else:
-            context = cache = kv_cache.append(cache, k_BSKH, v_BSKH, position_BS)
-        out_BSNH = attention.causal_attention(q_BSNH, *context, position_BS)
+            context = cache = cache.append(k_BSKH, v_BSKH, position_BS)
+        out_BSNH = context.attend(q_BSNH, position_BS)
         x_BSD = x_BSD + layers.linear(out_BSNH.reshape(*x_BSD.shape[:2], -1), o.reshape(c.d_model, -1))
 
         normed_BSD = layers.rms_norm(x_BSD, self.param("mlp_norm", _ones, (c.d_model,)), c.norm_eps)
@@ -82,7 +81,7 @@ class TargetModel(nn.Module):
         self,
         tokens_BS: jax.Array,
         position_BS: jax.Array,
-        caches: list[LayerCache] | None = None,
+        caches: Sequence[Cache] | None = None,
         tap_layers: tuple[int, ...] = (),
     ) -> Features:
         c = self.config
@@ -91,7 +90,7 @@ class TargetModel(nn.Module):
             self.param("head", layers.normal_init, (c.vocab_size, c.d_model))
         x_BSD = table_VD[tokens_BS].astype(jnp.float32)
         tapped = {-1: x_BSD}
-        new_caches: list[LayerCache] = []
+        new_caches: list[Cache] = []
         for i in range(c.num_layers):
             x_BSD, cache = Block(c, name=f"layers_{i}")(x_BSD, position_BS, None if caches is None else caches[i])
             tapped[i] = x_BSD
@@ -108,7 +107,7 @@ def features(
     params: Params,
     tokens_BS: jax.Array,
     position_BS: jax.Array | None = None,
-    caches: list[LayerCache] | None = None,
+    caches: Sequence[Cache] | None = None,
     tap_layers: tuple[int, ...] = (),
 ) -> Features:
     """The forward pass before the head; training, calibration, profiling and serving all call this one.

@@ -5,13 +5,15 @@ keys and values. Context rows have no queries and never change between layers, s
 when a token is committed and cached for ever; a draft pass costs the rows of its block only.
 """
 
+from collections.abc import Sequence
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from dspark_jax import attention, layers
+from dspark_jax import layers
 from dspark_jax.config import DrafterConfig
-from dspark_jax.kv_cache import LayerCache
+from dspark_jax.kv_cache import Cache
 
 _ones = nn.initializers.ones
 
@@ -44,13 +46,13 @@ class DraftLayer(nn.Module):
         return layers.rotate(k, table), both[..., 1, :, :]
 
     def __call__(
-        self, x_BAGD: jax.Array, table: tuple[jax.Array, jax.Array], cache: LayerCache, limit_BA: jax.Array
+        self, x_BAGD: jax.Array, table: tuple[jax.Array, jax.Array], cache: Cache, limit_BA: jax.Array
     ) -> jax.Array:
         c = self.config
         u_BAGD = layers.rms_norm(x_BAGD, self.attn_norm, c.norm_eps)
         q_BAGNH = layers.rms_norm(layers.linear(u_BAGD, self.q), self.q_norm, c.norm_eps)
         k_BAGKH, v_BAGKH = self.key_value(u_BAGD, table)
-        out_BAGNH = attention.block_attention(layers.rotate(q_BAGNH, table), *cache, k_BAGKH, v_BAGKH, limit_BA)
+        out_BAGNH = cache.attend_block(layers.rotate(q_BAGNH, table), k_BAGKH, v_BAGKH, limit_BA)
         x_BAGD = x_BAGD + layers.linear(out_BAGNH.reshape(*x_BAGD.shape[:-1], -1), self.o.reshape(c.d_model, -1))
         normed_BAGD = layers.rms_norm(x_BAGD, self.mlp_norm, c.norm_eps)
         return x_BAGD + layers.gated_mlp(normed_BAGD, self.gate, self.up, self.down)
@@ -78,7 +80,7 @@ class Backbone(nn.Module):
         table = layers.rotary_table(position_BS, c.head_dim, c.rope_theta)
         return [layer.key_value(fused_BSD, table) for layer in self.layers]
 
-    def block(self, embedded_BAGD: jax.Array, anchor_BA: jax.Array, caches: list[LayerCache]) -> jax.Array:
+    def block(self, embedded_BAGD: jax.Array, anchor_BA: jax.Array, caches: Sequence[Cache]) -> jax.Array:
         """Hidden states [B, A, G, D] of blocks that start at `anchor` and see context strictly before it."""
         c = self.config
         position_BAG = anchor_BA[:, :, None] + jnp.arange(embedded_BAGD.shape[2])[None, None, :]

@@ -4,7 +4,8 @@ Training calls `teacher_forced`; decoding calls `commit` for newly accepted toke
 through the same modules, so a drafter cannot be served differently from how it was trained.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import flax.linen as nn
 import jax
@@ -16,11 +17,12 @@ from dspark_jax.drafters import base
 from dspark_jax.drafters.backbone import Backbone, KeyValue
 from dspark_jax.drafters.base import DraftOutput, Frozen
 from dspark_jax.drafters.heads import ConfidenceHead, MarkovHead
-from dspark_jax.kv_cache import LayerCache
+from dspark_jax.kv_cache import Cache, LayerCache
 from dspark_jax.layers import linear
 from dspark_jax.sampling import BlockSample, SamplingRows, sample_block
 
 Params = dict[str, Any]
+_C = TypeVar("_C", bound=Cache)
 
 
 class DSparkModel(nn.Module):
@@ -37,7 +39,7 @@ class DSparkModel(nn.Module):
     def context(self, taps_BSMD: jax.Array, position_BS: jax.Array) -> list[KeyValue]:
         return self.backbone.context(taps_BSMD, position_BS)
 
-    def block(self, embedded_BAGD: jax.Array, anchor_BA: jax.Array, caches: list[LayerCache]) -> jax.Array:
+    def block(self, embedded_BAGD: jax.Array, anchor_BA: jax.Array, caches: Sequence[Cache]) -> jax.Array:
         """Hidden states [B, A, G, D] of the rows that are drafts."""
         hidden_BAGD = self.backbone.block(embedded_BAGD, anchor_BA, caches)
         return hidden_BAGD[:, :, self.config.block_size - self.config.num_drafts :]
@@ -152,22 +154,22 @@ def init_caches(config: DrafterConfig, batch: int, length: int, dtype: jnp.dtype
 
 
 def commit(
-    config: DrafterConfig, params: Params, caches: list[LayerCache], taps_BSMD: jax.Array, position_BS: jax.Array
-) -> list[LayerCache]:
+    config: DrafterConfig, params: Params, caches: Sequence[_C], taps_BSMD: jax.Array, position_BS: jax.Array
+) -> list[_C]:
     """Adds the target's features of S tokens at their positions to the context caches.
 
     Rows of tokens that turn out rejected may be among them: they lie at or beyond the next anchor, hence unseen,
     and are overwritten when their position is committed.
     """
     context = _apply(config, params, taps_BSMD, position_BS, method="context")
-    return [kv_cache.append(cache, k, v, position_BS) for cache, (k, v) in zip(caches, context, strict=True)]
+    return [cache.append(k, v, position_BS) for cache, (k, v) in zip(caches, context, strict=True)]
 
 
 def propose(
     config: DrafterConfig,
     params: Params,
     frozen: Frozen,
-    caches: list[LayerCache],
+    caches: Sequence[Cache],
     first_R: jax.Array,
     anchor_R: jax.Array,
     keys_RG: jax.Array,
