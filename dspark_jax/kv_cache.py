@@ -65,14 +65,19 @@ class PagedLayer(NamedTuple):
     packing: Packing
 
     def append(self, k_1TKH: jax.Array, v_1TKH: jax.Array, position_1T: jax.Array) -> "PagedLayer":
-        """Writes every packed token into its request's page; fillers and positions without a page are dropped."""
+        """Writes every packed token into its request's page; fillers and positions without a page are dropped.
+
+        What is not finite is stored as 0: a page outlives its request, and 0 times NaN would reach the next one.
+        """
         num_pages, page, table = self.k_PKHp.shape[0], self.k_PKHp.shape[-1], self.packing.page_table_RN
         position_T = position_1T[0]
         entry_T = position_T // page
         known_T = (self.packing.row_T < table.shape[0]) & (entry_T < table.shape[1])
         page_T = jnp.where(known_T, table[self.packing.row_T, entry_T], num_pages)  # out-of-range gathers are clamped
         place_T = position_T % page
-        k_TKH, v_TKH = k_1TKH[0].astype(self.k_PKHp.dtype), v_1TKH[0].astype(self.v_PKpH.dtype)
+        k_TKH, v_TKH = (
+            jnp.where(jnp.isfinite(x), x, 0).astype(self.k_PKHp.dtype) for x in (k_1TKH[0], v_1TKH[0])
+        )
         return self._replace(
             k_PKHp=self.k_PKHp.at[page_T, :, :, place_T].set(k_TKH, mode="drop"),
             v_PKpH=self.v_PKpH.at[page_T, :, place_T].set(v_TKH, mode="drop"),

@@ -4,7 +4,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-
 _THIN = 32  # rows up to which a float32 dot on a CPU is faster turned around
 
 

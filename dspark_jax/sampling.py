@@ -30,12 +30,14 @@ class BlockSample(NamedTuple):
     """A sampled block. `law_RGV` is what each draft was really drawn from; None means one-hot at the draft.
 
     tokens_RG are target ids (int32), draft_ids_RG the same drafts in the draft vocabulary, which is also the
-    last axis of law_RGV (float32).
+    last axis of law_RGV (float32). A draft from a shortlist of K candidates has a law over those: then
+    `support_RGK` holds their target ids (each once) and draft_ids_RG are places in it.
     """
 
     tokens_RG: Array
     draft_ids_RG: Array
     law_RGV: Array | None
+    support_RGK: Array | None = None
 
 
 def sampling_rows(params: Sequence[SamplingParams]) -> SamplingRows:
@@ -160,6 +162,7 @@ def sample_block(
     rows: SamplingRows,
     d2t_V: Array | None = None,
     greedy: bool = False,
+    support_RGK: Array | None = None,
 ) -> BlockSample:
     """Draw a block left to right through the drafter's sequential head (DSpark paper, section 3; `lax.scan`).
 
@@ -169,12 +172,13 @@ def sample_block(
     `keys_RG` are PRNG keys never used before, `rows` each request's parameters, `d2t_V` the target id of each
     draft id (None: the same ids). `greedy` is static and for batches whose every temperature is 0: argmax
     only, keys and rows are not read, and the law is None. A draft row of NaN logits yields a NaN law, which
-    verification always rejects.
+    verification always rejects. With `support_RGK` the last axis of the logits and biases is a shortlist, those
+    target ids position by position, and `d2t_V` is not read.
     """
 
-    def body(carry: tuple[Any, Array], xs: tuple[Array, Array, Any]) -> tuple[tuple[Any, Array], Any]:
+    def body(carry: tuple[Any, Array], xs: tuple[Array, Array, Any, Any]) -> tuple[tuple[Any, Array], Any]:
         state, previous_R = carry
-        position, keys_R, inputs_R = xs
+        position, keys_R, inputs_R, support_RK = xs
         state, bias_RV = step(state, previous_R, inputs_R)
         base_RV = lax.dynamic_index_in_dim(base_logits_RGV, position, axis=1, keepdims=False)
         logits_RV = base_RV.astype(jnp.float32) + bias_RV.astype(jnp.float32)
@@ -183,11 +187,14 @@ def sample_block(
         else:
             law_RV = request_law(logits_RV, *rows)
             draft_R = sample_rows(keys_R, law_RV)
-        token_R = draft_R if d2t_V is None else d2t_V[draft_R].astype(jnp.int32)
+        if support_RK is not None:
+            token_R = jnp.take_along_axis(support_RK, draft_R[:, None], axis=1)[:, 0]
+        else:
+            token_R = draft_R if d2t_V is None else d2t_V[draft_R].astype(jnp.int32)
         return (state, token_R), (token_R, draft_R, law_RV)
 
     positions_G = jnp.arange(base_logits_RGV.shape[1])
-    by_position = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), (keys_RG, inputs))
+    by_position = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), (keys_RG, inputs, support_RGK))
     first_R = jnp.asarray(first_token_R).astype(jnp.int32)
     _, drawn = lax.scan(body, (first_state, first_R), (positions_G, *by_position))
-    return BlockSample(*jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), drawn))
+    return BlockSample(*jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), drawn), support_RGK)

@@ -47,8 +47,8 @@ class DSparkModel(nn.Module):
     def embed_previous(self, previous: jax.Array) -> jax.Array:
         return self.markov.embed(previous)
 
-    def bias(self, embedded: jax.Array) -> jax.Array:
-        return self.markov.bias(embedded)
+    def bias(self, embedded: jax.Array, ids: jax.Array | None = None) -> jax.Array:
+        return self.markov.bias(embedded, ids)
 
     def confidence(self, hidden: jax.Array, embedded: jax.Array | None) -> jax.Array:
         """Logits [...] from hidden [..., D] and the previous token's Markov row [..., r]."""
@@ -174,26 +174,33 @@ def propose(
     anchor_R: jax.Array,
     keys_RG: jax.Array,
     rows: SamplingRows,
-    greedy: bool,
+    greedy: bool = False,
+    shortlist: int = 0,
 ) -> Proposal:
     """Drafts G tokens a request after token `first` at position `anchor`: one parallel pass, then a scan.
 
-    `greedy` (static) says that every row has temperature 0, which needs no law at all.
+    `greedy` (static) says that every row has temperature 0, which needs no law at all. With `shortlist` K each
+    position drafts among the K candidates that the backbone alone ranks highest: a step of the head then costs K r
+    in place of V r. The proposal's law lives on those K and is exact there.
     """
     embedded_RAGD = _embed_block(config, frozen, first_R[:, None])
     hidden_RAGD = _apply(config, params, embedded_RAGD, anchor_R[:, None], caches, method="block")
     hidden_RGD = hidden_RAGD[:, 0]
-    base_RGV = linear(hidden_RGD, frozen.head_VD)
+    base_RGV, ids_RGK, support_RGK = linear(hidden_RGD, frozen.head_VD), None, None
+    if 0 < shortlist < config.head_rows:
+        base_RGV, ids_RGK = jax.lax.top_k(base_RGV, shortlist)
+        support_RGK = ids_RGK if frozen.draft_to_target_V is None else frozen.draft_to_target_V[ids_RGK]
 
     def embed_previous(previous: jax.Array) -> Any:
         return _apply(config, params, previous, method="embed_previous") if config.markov_rank else None
 
-    def step(_: None, previous_R: jax.Array, __: None) -> tuple[None, Any]:
+    def step(_: None, previous_R: jax.Array, ids_RK: jax.Array | None) -> tuple[None, Any]:
         if not config.markov_rank:
             return None, jnp.zeros((previous_R.shape[0], 1))
-        return None, _apply(config, params, embed_previous(previous_R), method="bias")
+        return None, _apply(config, params, embed_previous(previous_R), ids_RK, method="bias")
 
-    sample = sample_block(step, None, first_R, base_RGV, None, keys_RG, rows, frozen.draft_to_target_V, greedy)
+    d2t_V = frozen.draft_to_target_V
+    sample = sample_block(step, None, first_R, base_RGV, ids_RGK, keys_RG, rows, d2t_V, greedy, support_RGK)
     confidence_RG = None
     if config.confidence_head:
         # Slot k's confidence sees the token before it and never its own, so it may gate that token's verification.

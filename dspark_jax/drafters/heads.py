@@ -22,9 +22,11 @@ class MarkovHead(nn.Module):
         """[...] target ids to [..., r]."""
         return self.w1[previous]
 
-    def bias(self, embedded: jax.Array) -> jax.Array:
-        """[..., r] to float32 logits [..., V] that are added to the backbone's."""
-        return layers.linear(embedded, self.w2)
+    def bias(self, embedded: jax.Array, ids: jax.Array | None = None) -> jax.Array:
+        """[..., r] to float32 logits [..., V] that are added to the backbone's; only those of `ids` [..., K] if given."""
+        if ids is None:
+            return layers.linear(embedded, self.w2)
+        return jnp.einsum("...r,...Kr->...K", embedded.astype(jnp.float32), self.w2[ids].astype(jnp.float32))
 
 
 class ConfidenceHead(nn.Module):

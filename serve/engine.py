@@ -1,0 +1,297 @@
+"""The device side of serving: owns the pages and the slots, compiles every round before the first request.
+
+A program exists for each requests bucket R and packed-token bucket T, one without drafts for each R, and one for each
+prefill length. Compiled ahead of time, they cannot be retraced: an unknown shape is an error, not a pause.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dspark_jax import Drafter, Target, kv_cache
+from dspark_jax.config import ConfigError, SamplingParams
+from dspark_jax.sampling import SamplingRows, sampling_rows
+from serve import rounds
+from serve.rounds import Knobs, Models, NewRequest, Output, Slots, State, Weights
+
+COMPILERS = 2  # programs compiled side by side: one leaves cores idle
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """Sizes of the engine. `max_context` bounds prompt + new tokens + a block of one request; pages hold `page_size`
+    positions each, `num_pages` of them (0: enough for `max_requests` of full length). `request_sizes` are the numbers
+    of requests a round is compiled for (empty: 1, 2, 4, ... and the maximum)."""
+
+    max_requests: int = 8
+    request_sizes: tuple[int, ...] = ()
+    max_context: int = 512
+    page_size: int = 128
+    num_pages: int = 0
+    prefill_lengths: tuple[int, ...] = (64, 256)
+    verify: Literal["token", "block"] = "token"
+    shortlist: int = 32
+
+    def __post_init__(self) -> None:
+        for field in ("max_requests", "max_context", "page_size"):
+            if getattr(self, field) < 1:
+                raise ConfigError(f"engine {field} = {getattr(self, field)}: expected a positive number")
+        if self.request_sizes and max(self.request_sizes) != self.max_requests:
+            raise ConfigError(
+                f"engine request_sizes = {self.request_sizes}: the largest must be max_requests = {self.max_requests}"
+            )
+        if not self.prefill_lengths or min(self.prefill_lengths) < 1:
+            raise ConfigError(f"engine prefill_lengths = {self.prefill_lengths}: give at least one positive length")
+        if self.verify not in ("token", "block"):
+            raise ConfigError(f"engine verify = {self.verify!r}: expected 'token' or 'block'")
+        if self.shortlist < 0:
+            raise ConfigError(f"engine shortlist = {self.shortlist}: expected 0 (whole vocabulary) or more")
+        if self.num_pages and self.num_pages < self.pages_per_request:
+            raise ConfigError(
+                f"engine num_pages = {self.num_pages} cannot hold one request of {self.max_context} positions: give"
+                f" {self.pages_per_request} or more"
+            )
+
+    @property
+    def pages_per_request(self) -> int:
+        return -(-self.max_context // self.page_size)
+
+    @property
+    def pages(self) -> int:
+        return self.num_pages or self.max_requests * self.pages_per_request
+
+
+def request_buckets(max_requests: int) -> tuple[int, ...]:
+    """1, 2, 4, ... and the maximum itself."""
+    powers = [1 << i for i in range(max_requests.bit_length()) if 1 << i < max_requests]
+    return (*powers, max_requests)
+
+
+def token_buckets(requests: int, num_drafts: int) -> tuple[int, ...]:
+    """Packed sizes of a drafting round of up to R requests: powers of two above R up to R * (G + 1).
+
+    CPU and TPU dots alike cost a step at these sizes, so the edges are where capacity naturally lies.
+    """
+    most = requests * (num_drafts + 1)
+    size, edges = 2, []
+    while size < most:
+        if size > requests:
+            edges.append(size)
+        size *= 2
+    return (*edges, most)
+
+
+class Engine:
+    """Compiled rounds over a donated state. One object serves one policy at a time; `reset` empties all slots."""
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        config: EngineConfig,
+        temperatures_G: Sequence[float] | np.ndarray | None = None,
+    ) -> None:
+        self.config, self.target_config = config, target.config
+        self.num_drafts = drafter.config.num_drafts if drafter else 0
+        self.models = Models(target.config, drafter.config if drafter else None, config.verify, config.shortlist)
+        if drafter is not None and drafter.config.vocab_size != target.config.vocab_size:
+            raise ConfigError(
+                f"the drafter was made for a vocabulary of {drafter.config.vocab_size}, this target has"
+                f" {target.config.vocab_size}"
+            )
+        temperatures = np.ones(self.num_drafts) if temperatures_G is None else np.asarray(temperatures_G)
+        if temperatures.shape != (self.num_drafts,):
+            raise ConfigError(f"{temperatures.size} confidence temperatures for {self.num_drafts} drafts: one each")
+        self.temperatures_G = temperatures.astype(np.float32)
+        self.weights = Weights(target.params, drafter.params if drafter else {}, drafter.frozen if drafter else None)
+        self.dtype = target.dtype
+        self.request_buckets = tuple(sorted(config.request_sizes)) or request_buckets(config.max_requests)
+        self.token_buckets = {r: token_buckets(r, self.num_drafts) for r in self.request_buckets} if drafter else {}
+        self._programs: dict[tuple[Any, ...], Callable[..., Any]] = {}
+        self._on_device: dict[tuple[Any, ...], Any] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        """Empties all slots and pages."""
+        self.state = _empty_state(self.models, self.config, self.dtype)
+
+    # -- compilation ---------------------------------------------------------------------------------------------
+
+    def program_keys(self, sync: bool = False) -> list[tuple[Any, ...]]:
+        """Every program that serving may call. `sync` adds the two halves of a round that `scheduled:sync` needs."""
+        keys: list[tuple[Any, ...]] = [("prefill", s) for s in self.config.prefill_lengths]
+        for r in self.request_buckets:
+            keys.append(("plain", r))
+            keys += [("round", r, t) for t in self.token_buckets.get(r, ())]
+            if sync and self.num_drafts:
+                keys.append(("draft", r))
+                keys += [("verify", r, t) for t in self.token_buckets[r]]
+        return keys
+
+    def compile(
+        self, keys: Sequence[tuple[Any, ...]] | None = None, on_program: Callable[[tuple[Any, ...]], None] | None = None
+    ) -> None:
+        """Compiles programs (all by default), two at a time; `on_program` hears of each that is ready."""
+        missing = [key for key in keys or self.program_keys() if key not in self._programs]
+
+        def one(key: tuple[Any, ...]) -> None:
+            self._programs[key] = self._lower(key).compile()
+            if on_program:
+                on_program(key)
+
+        with ThreadPoolExecutor(COMPILERS) as pool:
+            list(pool.map(one, missing))
+
+    def _lower(self, key: tuple[Any, ...]) -> Any:
+        kind, *sizes = key
+        weights, state, c = self.weights, self.state, self.config
+        slot_R = jax.ShapeDtypeStruct((sizes[0],), jnp.int32)
+        knobs = jax.eval_shape(lambda: self._knobs_arrays(True, 0.0, 1, np.zeros(self.num_drafts, np.float32)))
+        if kind == "prefill":
+            scalar = jax.ShapeDtypeStruct((), jnp.int32)
+            request = jax.eval_shape(
+                lambda: _new_request(0, 0, SamplingParams(), np.zeros(c.pages_per_request, np.int32))
+            )
+            return _PREFILL.lower(self.models, weights, state, slot_R, scalar, scalar, request)
+        if kind == "plain":
+            return _PLAIN.lower(self.models, weights, state, slot_R)
+        if kind == "round":
+            return _ROUND.lower(self.models, sizes[1], weights, state, slot_R, knobs)
+        curve = jax.ShapeDtypeStruct((sizes[0] * (self.num_drafts + 1) + 1,), jnp.float32)
+        if kind == "draft":
+            return _DRAFT.lower(self.models, weights, state, slot_R, knobs, curve)
+        drafted, lengths_R = jax.eval_shape(
+            functools.partial(_draft_and_choose, self.models), weights, state, slot_R, knobs, curve
+        )
+        return _VERIFY.lower(self.models, sizes[1], weights, state, slot_R, drafted, lengths_R)
+
+    def _program(self, *key: Any) -> Callable[..., Any]:
+        if key not in self._programs:
+            raise ConfigError(f"program {key} was not compiled: the engine has {sorted(map(str, self._programs))}")
+        return self._programs[key]
+
+    # -- calls: each dispatches and returns at once ----------------------------------------------------------------
+
+    def prefill(
+        self, slot: int, tokens: Sequence[int], start: int, seed: int, sampling: SamplingParams, pages: Sequence[int]
+    ) -> Output:
+        """One chunk of a prompt, at positions from `start` on, into a slot that owns `pages`."""
+        size = min((s for s in self.config.prefill_lengths if s >= len(tokens)), default=0)
+        if not size:
+            raise ConfigError(f"a chunk of {len(tokens)} tokens is longer than {max(self.config.prefill_lengths)}")
+        tokens_S = np.zeros(size, np.int32)
+        tokens_S[: len(tokens)] = tokens
+        page_row_P = np.full(self.config.pages_per_request, self.config.pages, np.int32)
+        page_row_P[: len(pages)] = pages
+        request = jax.device_put(_new_request(slot, seed, sampling, page_row_P))
+        chunk = jax.device_put((tokens_S, np.int32(start), np.int32(len(tokens))))
+        self.state, output = self._program("prefill", size)(self.weights, self.state, *chunk, request)
+        return output
+
+    def plain(self, slots: Sequence[int]) -> Output:
+        """One token for each slot, no drafts."""
+        slot_R = self._slots(slots)
+        self.state, output = self._program("plain", slot_R.shape[0])(self.weights, self.state, slot_R)
+        return output
+
+    def round(self, slots: Sequence[int], num_tokens: int, knobs: Knobs) -> Output:
+        """Draft, choose, verify and commit in `num_tokens` packed places."""
+        slot_R = self._slots(slots)
+        program = self._program("round", slot_R.shape[0], num_tokens)
+        self.state, output = program(self.weights, self.state, slot_R, knobs)
+        return output
+
+    def draft(self, slots: Sequence[int], knobs: Knobs, steps_per_second_B: jax.Array) -> tuple[Any, jax.Array]:
+        """The first half of a round under `scheduled:sync`: the drafts and Algorithm 1's lengths."""
+        slot_R = self._slots(slots)
+        return self._program("draft", slot_R.shape[0])(self.weights, self.state, slot_R, knobs, steps_per_second_B)
+
+    def verify(self, slots: Sequence[int], num_tokens: int, drafted: Any, lengths_R: jax.Array) -> Output:
+        """The second half, in a bucket that holds all lengths."""
+        slot_R = self._slots(slots)
+        program = self._program("verify", slot_R.shape[0], num_tokens)
+        self.state, output = program(self.weights, self.state, slot_R, drafted, lengths_R)
+        return output
+
+    def bucket(self, requests: int) -> int:
+        """The requests bucket of a round of so many requests."""
+        return min(r for r in self.request_buckets if r >= requests)
+
+    def knobs(
+        self, by_survival: bool = True, threshold: float = 0.0, longest: int | None = None,
+        prior_G: np.ndarray | None = None,
+    ) -> Knobs:  # fmt: skip
+        """Device scalars for `rounds.Knobs`, uploaded once for each setting."""
+        prior = np.full(self.num_drafts, 0.5, np.float32) if prior_G is None else np.asarray(prior_G, np.float32)
+        key = ("knobs", by_survival, threshold, longest, prior.tobytes())
+        if key not in self._on_device:
+            arrays = self._knobs_arrays(by_survival, threshold, longest or self.num_drafts, prior)
+            self._on_device = {k: v for k, v in self._on_device.items() if k[0] != "knobs"} | {
+                key: jax.device_put(arrays)
+            }
+        return self._on_device[key]
+
+    def _knobs_arrays(self, by_survival: bool, threshold: float, longest: int, prior_G: np.ndarray) -> Knobs:
+        return Knobs(np.bool_(by_survival), np.float32(threshold), np.int32(longest), self.temperatures_G, prior_G)  # type: ignore[arg-type]  (host arrays on their way to the device)
+
+    def _slots(self, slots: Sequence[int]) -> jax.Array:
+        """Slot numbers of a round, filled up to a bucket; uploaded only when they change."""
+        size = self.bucket(len(slots))
+        key = ("slots", *slots, size)
+        if key not in self._on_device:
+            filled = np.full(size, self.config.max_requests, np.int32)
+            filled[: len(slots)] = slots
+            self._on_device = {k: v for k, v in self._on_device.items() if k[0] != "slots"} | {
+                key: jax.device_put(filled)
+            }
+        return self._on_device[key]
+
+
+def _empty_state(models: Models, config: EngineConfig, dtype: jnp.dtype) -> State:
+    kv_dtype, n = kv_cache.compute_dtype(dtype), config.max_requests
+
+    def pools(model: Any) -> rounds.Pages:
+        shape = (config.pages, model.num_kv_heads, config.page_size, model.head_dim, kv_dtype)
+        return [kv_cache.empty_pages(*shape) for _ in range(model.num_layers)]
+
+    slots = Slots(
+        jnp.zeros(n, jnp.int32),
+        jnp.zeros(n, jnp.int32),
+        jnp.zeros(n, jnp.int32),
+        jnp.zeros((n, 2), jnp.uint32),
+        SamplingRows(jnp.zeros(n, jnp.float32), jnp.zeros(n, jnp.int32), jnp.ones(n, jnp.float32)),
+        jnp.full((n, config.pages_per_request), config.pages, jnp.int32),
+    )
+    return State(pools(models.target), pools(models.drafter) if models.drafter else [], slots)
+
+
+def _new_request(slot: int, seed: int, sampling: SamplingParams, page_row_P: np.ndarray) -> NewRequest:
+    key_2 = np.array([seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32)  # what jax.random.key(seed) holds
+    return NewRequest(np.int32(slot), key_2, sampling_rows([sampling]), page_row_P)  # type: ignore[arg-type]
+
+
+def _draft_and_choose(
+    models: Models, weights: Weights, state: State, slot_R: jax.Array, knobs: Knobs, steps_per_second_B: jax.Array
+) -> tuple[rounds.Drafted, jax.Array]:
+    drafted = rounds.draft(models, weights, state, slot_R, knobs)
+    return drafted, rounds.choose_now(drafted, slot_R, state.slots.length_N.shape[0], steps_per_second_B)
+
+
+def _verify(
+    models: Models, num_tokens: int, weights: Weights, state: State, slot_R: jax.Array, drafted: rounds.Drafted,
+    lengths_R: jax.Array,
+) -> tuple[State, Output]:  # fmt: skip
+    return rounds.verify(models, weights, state, slot_R, drafted, lengths_R, num_tokens)
+
+
+_PREFILL = jax.jit(rounds.prefill, static_argnames=("models",), donate_argnames=("state",))
+_PLAIN = jax.jit(rounds.plain_round, static_argnames=("models",), donate_argnames=("state",))
+_ROUND = jax.jit(rounds.draft_round, static_argnames=("models", "num_tokens"), donate_argnames=("state",))
+_DRAFT = jax.jit(_draft_and_choose, static_argnames=("models",))
+_VERIFY = jax.jit(_verify, static_argnames=("models", "num_tokens"), donate_argnames=("state",))

@@ -1,0 +1,122 @@
+"""How many tokens the next round verifies, decided on the host from finished rounds. No jax.
+
+    off               plain decoding
+    fixed:K           the first K drafts of every request
+    threshold:C       drafts before the first confidence below C
+    scheduled         the capacity with most expected tokens a second on the profiled curve (paper 5.2); the default
+    scheduled:sync    the paper's Algorithm 1 on current confidences; the host waits for them
+
+What the host knows when it decides is two rounds old, which keeps the decision independent of the drafts it is about.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from dspark_jax.config import ConfigError
+from dspark_jax.schedule import capacity_from_stale
+from serve.curves import Curves
+
+Kind = Literal["off", "fixed", "threshold", "scheduled", "sync"]
+DEFAULT = "scheduled"
+PROBE_EVERY = 32  # plain rounds after which one drafts again, so that a change of mood of the drafter is seen
+MEMORY = 0.95  # of the running means over rounds
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicySpec:
+    """A parsed policy; `value` is K or C."""
+
+    kind: Kind
+    value: float = 0.0
+
+
+def parse(text: str, num_drafts: int) -> PolicySpec:
+    """Raises ConfigError for anything that is not one of the forms above."""
+    name, _, value = text.partition(":")
+    if text in ("off", "scheduled"):
+        return PolicySpec(text)
+    if text == "scheduled:sync":
+        return PolicySpec("sync")
+    if name == "fixed" and value.isdigit() and 1 <= int(value) <= num_drafts:
+        return PolicySpec("fixed", int(value))
+    if name == "threshold":
+        try:
+            threshold = float(value)
+        except ValueError:
+            threshold = -1.0
+        if 0 < threshold <= 1:
+            return PolicySpec("threshold", threshold)
+    raise ConfigError(
+        f"policy {text!r}: expected off, fixed:K with K from 1 to {num_drafts}, threshold:C with C in (0, 1],"
+        " scheduled or scheduled:sync"
+    )
+
+
+class Choice(NamedTuple):
+    """The next round: `tokens` packed places, 0 for a plain round, and the knobs that are not at rest."""
+
+    tokens: int
+    by_survival: bool = True
+    threshold: float = 0.0
+    longest: int | None = None
+
+
+class Policy:
+    """Remembers what finished rounds showed; `choose` is called before each dispatch."""
+
+    def __init__(self, spec: PolicySpec, num_drafts: int, token_buckets: Mapping[int, Sequence[int]]) -> None:
+        self.spec, self.num_drafts, self.token_buckets = spec, num_drafts, token_buckets
+        self._survival: dict[int, np.ndarray] = {}  # by text
+        self._mean_survival = np.ones(num_drafts)
+        self._mean_length = float(num_drafts)
+        self._plain_rounds = 0
+        self._taken_G, self._tried_G = np.ones(num_drafts), np.full(num_drafts, 2.0)
+
+    @property
+    def prior_G(self) -> np.ndarray:
+        """Share of verified drafts that stood, by position, given those before: for drafters without confidences.
+        Coarsely rounded, so that the device hears of a change only when there is one."""
+        return np.clip(np.round(self._taken_G / self._tried_G * 16) / 16, 1 / 16, 15 / 16)
+
+    def choose(self, texts: Sequence[int], bucket: int, curves: Curves | None, sampled: bool) -> Choice:
+        """The round for these texts. `bucket` is their requests bucket, `curves` the profiled seconds."""
+        kind, count = self.spec.kind, len(texts)
+        if kind == "off":
+            return Choice(0)
+        edges = [t for t in self.token_buckets[bucket] if t > count]
+        if kind == "fixed":
+            wanted = count * (int(self.spec.value) + 1)
+            return Choice(_at_least(edges, wanted), by_survival=False, longest=int(self.spec.value))
+        if kind == "threshold":
+            return Choice(_at_least(edges, round(count * (self._mean_length + 1))), False, self.spec.value)
+        assert curves is not None, "a scheduled policy needs a profile"
+        survival_RG = np.stack([self._survival.get(text, self._mean_survival) for text in texts])
+        seconds = [curves.plain(bucket, sampled), *(curves.draft(bucket, t, sampled) for t in edges)]
+        capacity = capacity_from_stale(survival_RG, seconds, [count, *edges])
+        if capacity == 0:
+            self._plain_rounds += 1
+            if self._plain_rounds % PROBE_EVERY:
+                return Choice(0)
+            return Choice(edges[0])
+        self._plain_rounds = 0
+        return Choice(_at_least(edges, count + capacity))
+
+    def observe(self, text: int, survival_G: np.ndarray, length: int, accepted: int) -> None:
+        """One request's part of a finished drafting round."""
+        self._survival[text] = survival_G
+        self._mean_survival = MEMORY * self._mean_survival + (1 - MEMORY) * np.nan_to_num(survival_G)
+        self._mean_length = MEMORY * self._mean_length + (1 - MEMORY) * length
+        tried = np.arange(self.num_drafts) < min(length, accepted + 1)
+        self._tried_G = self._tried_G * (1 - 0.01 * tried) + tried
+        self._taken_G = self._taken_G * (1 - 0.01 * tried) + (np.arange(self.num_drafts) < accepted)
+
+    def forget(self, text: int) -> None:
+        """A text has ended."""
+        self._survival.pop(text, None)
+
+
+def _at_least(edges: Sequence[int], wanted: int) -> int:
+    return min((t for t in edges if t >= wanted), default=edges[-1])

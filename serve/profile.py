@@ -1,0 +1,190 @@
+"""Measures the machine: seconds of every compiled round, draft pass and head included (DSpark paper, section 5.2).
+
+    python -m serve.profile [--target PATH --drafter PATH] [--out FOLDER] [--profile]
+
+The scheduler needs to know what a verified token costs here and now. Curves are kept by machine, model and version;
+`--profile` measures again.
+"""
+
+import dataclasses
+import hashlib
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from dspark_jax import ConfigError, SamplingParams
+from serve import curves as curves_lib
+from serve.curves import Curves, Key
+from serve.engine import Engine
+
+REPEATS = 7
+
+
+def identity(engine: Engine) -> dict[str, Any]:
+    """What a profile is valid for."""
+    device = jax.devices()[0]
+    drafter = engine.models.drafter
+    return {
+        "machine": f"{platform.machine()} {device.device_kind} x{jax.device_count()}, {os.cpu_count()} cores",
+        "jax": jax.__version__,
+        "dtype": str(engine.dtype),
+        "target": dataclasses.asdict(engine.target_config) | {"eos_token_ids": None},
+        "drafter": {} if drafter is None else {k: str(v) for k, v in dataclasses.asdict(drafter).items()},
+        "engine": {k: str(v) for k, v in dataclasses.asdict(engine.config).items()},
+    }
+
+
+def cache_path(engine: Engine) -> Path:
+    """Where the curves of this engine are kept."""
+    root = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "dspark-jax"
+    digest = hashlib.sha256(repr(sorted(identity(engine).items())).encode()).hexdigest()[:16]
+    return root / f"curves-{digest}.json"
+
+
+def measure(
+    engine: Engine, sampled: tuple[bool, ...] = (False, True), on_point: Callable[[str], None] | None = None
+) -> Curves:
+    """Times every round on full slots with contexts of half the longest length: median of repeats, after a warm-up.
+
+    Overwrites the slots, so call it before serving. Raises ConfigError where the result is flat.
+    """
+    config = engine.config
+    engine.reset()
+    prompt = [1] * min(max(config.prefill_lengths), config.max_context // 2)
+    pages_each = config.pages // config.max_requests
+    seconds: dict[Key, float] = {}
+    for is_sampled in sampled:
+        params = SamplingParams(temperature=1.0 if is_sampled else 0.0)
+        for slot in range(config.max_requests):
+            pages = range(slot * pages_each, (slot + 1) * pages_each)
+            engine.prefill(slot, prompt, 0, slot, params, list(pages))
+        for requests in engine.request_buckets:
+            slots = list(range(requests))
+            for tokens in (0, *engine.token_buckets.get(requests, ())):
+                if on_point:
+                    on_point(f"{requests} requests, {tokens or requests} tokens")
+                seconds[requests, tokens, is_sampled] = _time(engine, slots, tokens)
+    engine.reset()
+    return curves_lib.make_curves(seconds)
+
+
+def _time(engine: Engine, slots: list[int], tokens: int) -> float:
+    knobs = engine.knobs(by_survival=False) if tokens else None
+    slots_before = jax.tree.map(lambda x: x.copy(), engine.state.slots)
+    times = []
+    for _ in range(REPEATS + 1):
+        start = time.perf_counter()
+        output = engine.round(slots, tokens, knobs) if knobs is not None else engine.plain(slots)
+        jax.block_until_ready(output)
+        times.append(time.perf_counter() - start)
+    # Every point sees the same contexts: what the rounds appended is rolled back by length.
+    engine.state = engine.state._replace(slots=slots_before)
+    return statistics.median(times[1:])
+
+
+def curves_for(engine: Engine, force: bool = False, on_point: Callable[[str], None] | None = None) -> Curves:
+    """The kept curves of this engine, measured first if there are none (or `force`)."""
+    path, who = cache_path(engine), identity(engine)
+    kept = None if force else curves_lib.load(path, who)
+    if kept is not None:
+        return kept
+    curves = measure(engine, on_point=on_point)
+    curves_lib.save(curves, path, who)
+    return curves
+
+
+def show(curves: Curves, num_drafts: int, console: Console | None = None) -> None:
+    """Prints milliseconds and steps a second by requests and packed tokens."""
+    table = Table(title="seconds a round, draft pass included")
+    for column in (
+        "requests",
+        "packed tokens",
+        "drafts",
+        "greedy ms",
+        "sampled ms",
+        "steps/s",
+        "tokens/s if all stand",
+    ):
+        table.add_column(column, justify="right")
+    points = sorted({(r, t) for r, t, _ in curves.seconds})
+    for requests, tokens in points:
+        greedy = curves.seconds.get((requests, tokens, False))
+        sampled = curves.seconds.get((requests, tokens, True))
+        known = greedy or sampled or float("nan")
+        texts = [f"{x * 1e3:.1f}" if x else "" for x in (greedy, sampled)]
+        table.add_row(
+            str(requests), str(tokens or requests), "yes" if tokens else "no", *texts, f"{1 / known:.1f}",
+            f"{min(tokens or requests, requests * (num_drafts + 1)) / known:.0f}",
+        )  # fmt: skip
+    (console or Console()).print(table)
+
+
+def plot(curves: Curves, path: Path) -> None:
+    """Steps a second against packed tokens, a line for each number of requests."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for requests in sorted({r for r, _, _ in curves.seconds}):
+        points = sorted(
+            (t or r, s) for (r, t, is_sampled), s in curves.seconds.items() if r == requests and not is_sampled
+        )
+        axes.plot([t for t, _ in points], [1 / s for _, s in points], marker="o", label=f"{requests} requests")
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("packed tokens a round (first point of a line: no drafts)")
+    axes.set_ylabel("rounds a second")
+    axes.set_title("What a verified token costs here")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+@dataclasses.dataclass(frozen=True)
+class Args:
+    """Measure the step times of this machine."""
+
+    target: str = "smollm2-135m"
+    """safetensors directory, .gguf file, or smollm2-135m."""
+    drafter: Path | None = None
+    """A drafter of that target; without it the one shipped for smollm2-135m."""
+    requests: int = 8
+    """Most requests at a time."""
+    out: Path | None = None
+    """Folder for curves.json and curves.png."""
+    profile: bool = False
+    """Measure even if curves are kept for this machine, model and version."""
+
+
+def main() -> int:
+    from serve.setup import load_engine
+
+    try:
+        args = tyro.cli(Args, description=__doc__)
+        engine = load_engine(args.target, args.drafter, max_requests=args.requests)
+        console = Console()
+        with console.status("compiling") as status:
+            engine.compile(on_program=lambda key: status.update(f"compiling: {key} ready"))
+            curves = curves_for(engine, args.profile, lambda text: status.update(f"timing: {text}"))
+        show(curves, engine.num_drafts, console)
+        if args.out:
+            curves_lib.save(curves, args.out / "curves.json", identity(engine))
+            plot(curves, args.out / "curves.png")
+            console.print(f"wrote {args.out}/curves.json and curves.png")
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

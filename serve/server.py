@@ -1,0 +1,201 @@
+"""The serving loop: round t + 1 is dispatched before round t's tokens are read, so the device never waits.
+
+server = Server(engine, "scheduled", curves)
+text = server.submit(Request(prompt, max_new_tokens=64))
+server.run()                      # until nothing is left; or step() by step()
+text.tokens, text.reason
+"""
+
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from dspark_jax.config import ConfigError
+from serve.curves import Curves
+from serve.engine import Engine
+from serve.monitor import DriftMonitor
+from serve.policy import DEFAULT, Policy, parse
+from serve.rounds import Output
+from serve.scheduler import Request, Row, Scheduler, Text
+
+DEPTH = 2  # rounds dispatched and not yet read
+
+
+@dataclasses.dataclass
+class _Ticket:
+    """Work under way on the device: the output to come and whose rows they are."""
+
+    output: Output
+    texts: list[Text]
+    packed: int  # places of the round's target pass; 0: a chunk of a prompt
+    drafted: bool = False
+    final: bool = True  # False: a chunk that is not its prompt's last
+
+
+@dataclasses.dataclass
+class Totals:
+    """What a run did, for statistics. Times in seconds."""
+
+    rounds: int = 0
+    draft_rounds: int = 0
+    packed: int = 0
+    """Places of all target passes of rounds."""
+    filled: int = 0
+    """Those that held a token of a request."""
+    verified: int = 0
+    accepted: int = 0
+    emitted: int = 0
+    waiting: float = 0.0
+    """Host time spent waiting for the device: rounds are being computed meanwhile."""
+    host: float = 0.0
+    """Host time spent on anything else while work was under way."""
+
+
+class Server:
+    """Requests in, texts out. `on_token(text, tokens)` hears of tokens as they are read."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        policy: str = DEFAULT,
+        curves: Curves | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        on_token: Callable[[Text, list[int]], None] | None = None,
+    ) -> None:
+        spec = parse(policy, engine.num_drafts) if engine.num_drafts or policy != "off" else parse("off", 0)
+        if spec.kind in ("scheduled", "sync") and curves is None:
+            raise ConfigError(f"policy {policy!r} needs the machine's step times: profile the engine first")
+        config = engine.config
+        engine.reset()
+        self.engine, self.curves, self.clock, self.on_token = engine, curves, clock, on_token
+        self.policy = Policy(spec, engine.num_drafts, engine.token_buckets)
+        self.scheduler = Scheduler(
+            config.max_requests, config.pages, config.page_size, config.max_context, engine.target_config.vocab_size,
+            reserve=engine.num_drafts + 1,
+        )  # fmt: skip
+        self.monitor = DriftMonitor(engine.num_drafts)
+        self.totals = Totals()
+        self._under_way: deque[_Ticket] = deque()
+
+    def submit(self, request: Request) -> Text:
+        """Queues a request; see `Scheduler.submit` for what is refused."""
+        return self.scheduler.submit(request, self.clock())
+
+    def cancel(self, text: Text) -> None:
+        """Ends a text now; its slot is free for the next."""
+        self.scheduler.cancel(text, self.clock())
+        self.policy.forget(text.number)
+
+    @property
+    def idle(self) -> bool:
+        return self.scheduler.idle and not self._under_way
+
+    def run(self) -> None:
+        """Steps until every text has ended and every round is read."""
+        while not self.idle:
+            self.step()
+
+    def step(self) -> None:
+        """Dispatches a chunk of a prompt and a round, if there is any, then reads all but the newest."""
+        start = self.clock()
+        waited = self.totals.waiting
+        busy = bool(self._under_way)
+        self.scheduler.admit()
+        prefilled = self._prefill()
+        decoded = self._decode()
+        keep = DEPTH - 1 if prefilled or decoded else 0
+        while len(self._under_way) > keep:
+            self._read(self._under_way.popleft())
+        if busy:
+            self.totals.host += self.clock() - start - (self.totals.waiting - waited)
+
+    # -- dispatch ------------------------------------------------------------------------------------------------
+
+    def _prefill(self) -> bool:
+        """One chunk of the prompt that has waited longest."""
+        texts = self.scheduler.prefilling()
+        if not texts:
+            return False
+        text, longest = texts[0], max(self.engine.config.prefill_lengths)
+        request = text.request
+        chunk = request.prompt[text.prefilled : text.prefilled + longest]
+        output = self.engine.prefill(text.slot, chunk, text.prefilled, request.seed, request.sampling, text.pages)
+        text.prefilled += len(chunk)
+        self._start(_Ticket(output, [text], 0, final=not text.prefilling))
+        return True
+
+    def _decode(self) -> bool:
+        texts = self.scheduler.decoding()
+        if not texts:
+            return False
+        slots = [text.slot for text in texts]
+        bucket = self.engine.bucket(len(slots))
+        sampled = any(text.request.sampling.temperature > 0 for text in texts)
+        if self.policy.spec.kind == "sync":
+            self._decode_now(texts, slots, bucket, sampled)
+            return True
+        choice = self.policy.choose([text.number for text in texts], bucket, self.curves, sampled)
+        if choice.tokens:
+            knobs = self.engine.knobs(choice.by_survival, choice.threshold, choice.longest, self.policy.prior_G)
+            self._start(_Ticket(self.engine.round(slots, choice.tokens, knobs), texts, choice.tokens, drafted=True))
+        else:
+            self._start(_Ticket(self.engine.plain(slots), texts, bucket))
+        return True
+
+    def _decode_now(self, texts: list[Text], slots: list[int], bucket: int, sampled: bool) -> None:
+        """`scheduled:sync`: the host reads the lengths that Algorithm 1 found, then picks the bucket."""
+        assert self.curves is not None
+        curve = self.curves.steps_per_second(bucket, self.engine.num_drafts, sampled)
+        knobs = self.engine.knobs(prior_G=self.policy.prior_G)
+        drafted, lengths_R = self.engine.draft(slots, knobs, jax.device_put(curve))
+        total = int(np.sum(jax.device_get(lengths_R))) + len(slots)
+        tokens = min(t for t in self.engine.token_buckets[bucket] if t >= total)
+        self._start(_Ticket(self.engine.verify(slots, tokens, drafted, lengths_R), texts, tokens, drafted=True))
+
+    def _start(self, ticket: _Ticket) -> None:
+        for leaf in ticket.output:
+            leaf.copy_to_host_async()
+        self._under_way.append(ticket)
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    def _read(self, ticket: _Ticket) -> None:
+        start = self.clock()
+        output: Any = jax.device_get(ticket.output)
+        now = self.clock()
+        self.totals.waiting += now - start
+        if not ticket.final:
+            if output.bad_R[0]:
+                self.scheduler.take(ticket.texts[0], Row([], 0, True), now)
+            return
+        if ticket.packed:
+            self._count(ticket, output)
+        for row, text in enumerate(ticket.texts):
+            if text.reason is not None:
+                continue  # ended while this round was under way: its tokens are nobody's
+            length, accepted = int(output.lengths_R[row]), int(output.accepted_R[row])
+            if ticket.drafted and not output.bad_R[row]:
+                self.policy.observe(text.number, output.survival_RG[row], length, accepted)
+                self.monitor.observe(output.survival_RG[row], length, accepted)
+            tokens = [*output.tokens_RG[row, :accepted].tolist(), int(output.next_R[row])]
+            added = self.scheduler.take(text, Row(tokens, length, bool(output.bad_R[row])), now)
+            self.totals.emitted += len(added)
+            if added and self.on_token:
+                self.on_token(text, added)
+            if text.reason is not None:
+                self.policy.forget(text.number)
+
+    def _count(self, ticket: _Ticket, output: Any) -> None:
+        totals, rows = self.totals, len(ticket.texts)
+        verified = int(output.lengths_R[:rows].sum())
+        totals.rounds += 1
+        totals.draft_rounds += ticket.drafted
+        totals.packed += ticket.packed
+        totals.filled += rows + verified
+        totals.verified += verified
+        totals.accepted += int(output.accepted_R[:rows].sum())

@@ -1,0 +1,47 @@
+"""From paths to a compiled engine: what the commands of `serve` share."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it advises about torch, which nothing here uses
+
+import jax
+
+from dspark_jax import ConfigError, Drafter, Target, load_drafter, load_target
+from dspark_jax.weights.locate import EMBEDDED
+from serve.calibration import read_temperatures
+from serve.engine import Engine, EngineConfig
+
+SHIPPED_DRAFTER = Path(__file__).resolve().parents[1] / "assets" / "smollm2-135m-dspark"
+
+
+def find_drafter(target: str, drafter: Path | None) -> Path:
+    """The drafter to load. Raises ConfigError where there is none for this target."""
+    if drafter is None and target != EMBEDDED:
+        raise ConfigError(f"--target {target}: give its --drafter too, the shipped one is for {EMBEDDED}")
+    path = drafter or SHIPPED_DRAFTER
+    if not path.is_dir():
+        raise ConfigError(f"drafter {path}: no such directory; train one (README) or give another with --drafter")
+    return path
+
+
+def load_models(target: str, drafter: Path | None) -> tuple[Target, Drafter, Path]:
+    """Target and drafter in the fast dtype of this platform, and where the drafter lies."""
+    path = find_drafter(target, drafter)
+    loaded = load_target(target, "float32" if jax.default_backend() == "cpu" else "bfloat16")
+    return loaded, load_drafter(path, loaded, str(loaded.dtype)), path
+
+
+def load_engine(target: str, drafter: Path | None, **sizes: Any) -> Engine:
+    """An engine over both, not yet compiled, with the confidence temperatures stored beside the drafter."""
+    loaded, draft, path = load_models(target, drafter)
+    temperatures = read_temperatures(path, draft.config.num_drafts)
+    return Engine(loaded, draft, EngineConfig(**sizes), temperatures)
+
+
+def cache_programs() -> None:
+    """Keeps compiled programs on disk between runs, unless the user already chose a place."""
+    if not jax.config.jax_compilation_cache_dir:
+        root = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "dspark-jax" / "programs"
+        jax.config.update("jax_compilation_cache_dir", str(root))

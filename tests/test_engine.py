@@ -1,0 +1,195 @@
+"""The engine on tiny models: texts equal to plain decoding under every policy, whatever runs beside them."""
+
+import dataclasses
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import good_drafter, make_target, random_tokens
+
+from dspark_jax import ConfigError, SamplingParams, generate
+from serve import rounds
+from serve.curves import Curves
+from serve.engine import Engine, EngineConfig, request_buckets, token_buckets
+from serve.scheduler import Request, Text
+from serve.server import Server
+
+TARGET = make_target(mixing=0.15)
+DRAFTER = good_drafter(TARGET)
+SMALL = EngineConfig(
+    max_requests=4, request_sizes=(4,), max_context=64, page_size=16, prefill_lengths=(16,), shortlist=16
+)
+POLICIES = ("off", "fixed:1", "fixed:4", "threshold:0.5", "scheduled", "scheduled:sync")
+
+
+@functools.cache
+def engine(verify: str = "token", shortlist: int = 16) -> Engine:
+    made = Engine(TARGET, DRAFTER, dataclasses.replace(SMALL, verify=verify, shortlist=shortlist))
+    made.compile(made.program_keys(sync=verify == "token"))
+    return made
+
+
+def curves(flat: float = 1e-3, rise: float = 1e-4) -> Curves:
+    """Time flat + rise * tokens, greedy and sampled alike."""
+    made = engine()
+    sizes = {(r, t) for r in made.request_buckets for t in (0, *made.token_buckets[r])}
+    return Curves({(r, t, s): flat + rise * (t or r) for r, t in sizes for s in (False, True)})
+
+
+def prompts(count: int, seed: int = 0) -> list[tuple[int, ...]]:
+    rng = np.random.default_rng(seed)
+    return [tuple(random_tokens(seed * 100 + i, int(rng.integers(1, 30))).tolist()) for i in range(count)]
+
+
+def serve(policy: str, requests: list[Request], verify: str = "token", shortlist: int = 16) -> list[Text]:
+    server = Server(engine(verify, shortlist), policy, curves())
+    texts = [server.submit(request) for request in requests]
+    server.run()
+    server.scheduler.check()
+    return texts
+
+
+@functools.cache
+def plain_texts(count: int, new: int, stop: tuple[int, ...] = ()) -> list[list[int]]:
+    done = generate(TARGET, None, [list(p) for p in prompts(count)], new, eos_token_ids=stop)
+    return [g.tokens for g in done]
+
+
+def test_buckets_hold_every_round():
+    assert request_buckets(1) == (1,) and request_buckets(6) == (1, 2, 4, 6) and request_buckets(8) == (1, 2, 4, 8)
+    for requests in request_buckets(8):
+        edges = token_buckets(requests, 4)
+        assert edges[0] > requests and edges[-1] == requests * 5 and list(edges) == sorted(set(edges))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_greedy_texts_are_those_of_plain_decoding(policy: str):
+    requests = [Request(p, 12) for p in prompts(7)]
+    texts = serve(policy, requests)
+    assert [t.tokens for t in texts] == plain_texts(7, 12)
+    assert all(t.reason == "length" for t in texts)
+    if policy not in ("off", "fixed:1", "scheduled:sync"):  # early stop sticks at the staircase's first cliff
+        assert sum(t.accepted for t in texts) > 10, "a good drafter whose drafts are not accepted"
+
+
+def test_stop_ids_end_a_text_inside_a_block_and_are_kept():
+    plain = plain_texts(5, 16)
+    stop = (plain[0][5], plain[1][9])
+    texts = serve("fixed:4", [Request(p, 16, stop_ids=stop) for p in prompts(5)])
+    for text, whole in zip(texts, plain, strict=True):
+        ends = [i for i, token in enumerate(whole) if token in stop]
+        assert text.tokens == (whole[: ends[0] + 1] if ends else whole)
+        assert text.reason == ("stop" if ends else "length")
+
+
+def test_a_text_does_not_depend_on_its_neighbours():
+    """Sampled rows, top-k and top-p among them: alone, and in a batch of other requests, the same tokens."""
+    params = [SamplingParams(1.0), SamplingParams(0.7, top_k=5), SamplingParams(1.2, top_p=0.8), SamplingParams(0.0)]
+    requests = [Request(p, 10, params[i % 4], seed=i) for i, p in enumerate(prompts(6, seed=3))]
+    for policy in ("off", "fixed:4"):
+        together = [t.tokens for t in serve(policy, requests)]
+        alone = [serve(policy, [request])[0].tokens for request in requests]
+        assert together == alone
+
+
+def test_nothing_is_transferred_unasked_and_unknown_shapes_are_refused():
+    made = engine()
+    server = Server(made, "scheduled", curves())
+    texts = [server.submit(Request(p, 9, seed=i)) for i, p in enumerate(prompts(9, seed=5))]
+    with jax.transfer_guard("disallow"):
+        server.run()
+    assert all(t.reason == "length" for t in texts)
+    with pytest.raises(ConfigError, match="was not compiled"):
+        made.round([0], 3, made.knobs())
+
+
+def test_traces_do_not_exceed_buckets():
+    """As a plain jit, called over and over while lengths grow, the round is traced once a bucket."""
+    chex.clear_trace_counter()
+    made = Engine(TARGET, DRAFTER, SMALL)
+    counted = chex.assert_max_traces(rounds.draft_round, n=len(made.token_buckets[4]))
+    step = jax.jit(counted, static_argnames=("models", "num_tokens"))
+    state, slot_R = made.state, made._slots([0, 1, 2, 3])
+    for _ in range(3):
+        for tokens in made.token_buckets[4]:
+            state, _ = step(made.models, tokens, made.weights, state, slot_R, made.knobs())
+
+
+def test_a_row_with_nan_ends_alone_with_an_error():
+    made = engine()
+    server = Server(made, "fixed:4", curves())
+    texts = [server.submit(Request(p, 12)) for p in prompts(4)]
+    for _ in range(6):
+        server.step()
+    victim = texts[1]
+    layers = made.state.target_pages
+    k, v = layers[0]
+    made.state = made.state._replace(target_pages=[(k.at[victim.pages[0], :, :, 0].set(jnp.nan), v), *layers[1:]])
+    server.run()
+    assert victim.reason == "error"
+    for text, whole in zip(texts, plain_texts(4, 12), strict=True):
+        if text is not victim:
+            assert text.tokens == whole and text.reason == "length"
+    # Its pages serve the next request as if nothing had been.
+    again = server.submit(Request(prompts(4)[0], 12))
+    server.run()
+    assert again.tokens == plain_texts(4, 12)[0]
+
+
+def test_requests_come_leave_and_are_cancelled_at_any_time():
+    made = engine()
+    server = Server(made, "scheduled", curves())
+    everything = prompts(10)
+    whole = plain_texts(10, 12)
+    texts = []
+    for number, prompt in enumerate(everything):
+        texts.append(server.submit(Request(prompt, 12)))
+        server.step()
+        if number % 4 == 2:
+            server.cancel(texts[-1])
+        server.scheduler.check()
+    server.run()
+    for number, (text, tokens) in enumerate(zip(texts, whole, strict=True)):
+        if number % 4 == 2:
+            assert text.reason == "cancelled" and text.tokens == tokens[: len(text.tokens)]
+        else:
+            assert text.tokens == tokens
+    assert server.idle
+
+
+def test_the_context_limit_holds_a_text_and_its_last_block():
+    """A prompt and text that fill max_context to the last position: nothing leaks, nothing overruns."""
+    longest = SMALL.max_context - DRAFTER.config.num_drafts - 1
+    prompt = tuple(random_tokens(7, longest - 20).tolist())
+    text = serve("fixed:4", [Request(prompt, 20)])[0]
+    assert text.tokens == generate(TARGET, None, [list(prompt)], 20)[0].tokens
+    with pytest.raises(ConfigError, match="exceeds max_context"):
+        serve("fixed:4", [Request(prompt, 21)])
+
+
+def test_length_zero_is_reached_and_left_again():
+    """On a machine where every drafted token costs a full step, drafting stops, but is tried from time to time."""
+    server = Server(engine(), "scheduled", curves(flat=0.0, rise=1.0))
+    for prompt in prompts(4):
+        server.submit(Request(prompt, 30))
+    server.run()
+    assert 0 < server.totals.draft_rounds < server.totals.rounds // 4
+    cheap = Server(engine(), "scheduled", curves(flat=1.0, rise=0.0))
+    for prompt in prompts(4):
+        cheap.submit(Request(prompt, 30))
+    cheap.run()
+    assert cheap.totals.draft_rounds == cheap.totals.rounds
+
+
+def test_a_dearer_machine_verifies_less():
+    verified = []
+    for rise in (1e-5, 1e-3, 1e-2):
+        server = Server(engine(), "scheduled", curves(rise=rise))
+        for prompt in prompts(8):
+            server.submit(Request(prompt, 16))
+        server.run()
+        verified.append(server.totals.verified / server.totals.rounds)
+    assert verified[0] > verified[-1] and verified == sorted(verified, reverse=True)

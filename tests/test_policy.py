@@ -1,0 +1,125 @@
+"""Policies, curves and the drift monitor: host code, by hand-made numbers."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dspark_jax import ConfigError
+from serve import curves as curves_lib
+from serve.calibration import read_temperatures, write_temperatures
+from serve.curves import Curves, make_curves
+from serve.monitor import DriftMonitor
+from serve.policy import PROBE_EVERY, Policy, parse
+
+G = 4
+BUCKETS = {1: (2, 4, 5), 4: (8, 16, 20)}
+
+
+def linear(per_token: float, fixed: float = 1.0) -> Curves:
+    points = {(r, t): fixed + per_token * (t or r) for r in BUCKETS for t in (0, *BUCKETS[r])}
+    return Curves({(r, t, s): seconds for (r, t), seconds in points.items() for s in (False, True)})
+
+
+def policy(text: str) -> Policy:
+    return Policy(parse(text, G), G, BUCKETS)
+
+
+@pytest.mark.parametrize("text", ["", "on", "fixed", "fixed:0", "fixed:5", "fixed:x", "threshold:0", "threshold:2",
+                                  "threshold:x", "scheduled:later"])  # fmt: skip
+def test_unknown_policies_are_refused(text: str):
+    with pytest.raises(ConfigError, match="policy"):
+        parse(text, G)
+
+
+def test_fixed_takes_the_bucket_that_holds_it():
+    choice = policy("fixed:2").choose([7, 8, 9, 10], 4, None, False)
+    assert (choice.tokens, choice.longest, choice.by_survival) == (16, 2, False)
+
+
+def test_threshold_follows_the_lengths_it_has_seen():
+    p = policy("threshold:0.6")
+    assert p.choose([1, 2, 3, 4], 4, None, False).tokens == 20
+    for _ in range(200):
+        p.observe(1, np.full(G, 0.1), 0, 0)
+    assert p.choose([1, 2, 3, 4], 4, None, False).tokens == 8
+
+
+def test_scheduled_spends_more_where_drafts_survive():
+    sizes = []
+    for survival in (0.95, 0.5, 0.05):
+        p = policy("scheduled")
+        for text in range(4):
+            p.observe(text, survival ** np.arange(1, G + 1), G, 0)
+        sizes.append(p.choose([0, 1, 2, 3], 4, linear(0.12), False).tokens)
+    assert sizes[0] > sizes[1] >= sizes[2] == 0
+
+
+def test_a_new_request_counts_as_the_running_mean():
+    p = policy("scheduled")
+    for _ in range(300):
+        p.observe(0, np.full(G, 0.01), G, 0)
+    assert p.choose([99], 1, linear(0.5), False).tokens == 0
+    p.forget(0)
+    assert p.choose([99], 1, linear(0.0), False).tokens == 5
+
+
+def test_length_zero_is_probed_from_time_to_time():
+    p = policy("scheduled")
+    p.observe(0, np.zeros(G), G, 0)
+    tokens = [p.choose([0], 1, linear(1.0), False).tokens for _ in range(2 * PROBE_EVERY)]
+    assert [i for i, t in enumerate(tokens) if t] == [PROBE_EVERY - 1, 2 * PROBE_EVERY - 1]
+
+
+def test_curves_are_made_monotone_and_a_flat_profile_is_refused():
+    seconds = {(1, 0, False): 1.0, (1, 2, False): 3.0, (1, 4, False): 2.0, (1, 5, False): 4.0}
+    made = make_curves(seconds)
+    assert [made.draft(1, t, False) for t in (2, 4, 5)] == [3.0, 3.0, 4.0] and made.plain(1, False) == 1.0
+    with pytest.raises(ConfigError, match="flat"):
+        make_curves({(1, 2, False): 3.0, (1, 5, False): 3.0})
+
+
+def test_steps_per_second_is_a_staircase_over_compiled_sizes():
+    rate = linear(0.5, 0.0).steps_per_second(1, G, False)
+    np.testing.assert_allclose(rate, [2.0, 2.0, 1.0, 0.5, 0.5, 0.4])
+
+
+def test_curves_round_trip_and_belong_to_one_machine(tmp_path: Path):
+    path = tmp_path / "deep" / "curves.json"
+    curves_lib.save(linear(0.1), path, {"machine": "a"})
+    loaded = curves_lib.load(path, {"machine": "a"})
+    assert loaded == linear(0.1)
+    assert curves_lib.load(path, {"machine": "b"}) is None
+    path.write_text("{")
+    assert curves_lib.load(path, {"machine": "a"}) is None
+
+
+def test_monitor_sees_a_head_that_drifts():
+    rng = np.random.default_rng(0)
+    honest, boastful = DriftMonitor(1), DriftMonitor(1)
+    assert honest.error is None
+    for _ in range(3000):
+        chance = rng.random()
+        stands = int(rng.random() < chance)
+        honest.observe(np.array([chance]), 1, stands)
+        boastful.observe(np.array([min(1.0, chance + 0.3)]), 1, stands)
+    assert honest.error is not None and boastful.error is not None
+    assert honest.error < 0.06 < 0.2 < boastful.error
+    assert honest.error_by_position() == [pytest.approx(honest.error)]
+
+
+def test_monitor_knows_nothing_of_unverified_positions():
+    monitor = DriftMonitor(2)
+    monitor.observe(np.array([1.0, 0.5]), 1, 1)
+    assert monitor.error_by_position() == [0.0, None]
+
+
+def test_temperatures_round_trip_beside_the_drafter(tmp_path: Path):
+    np.testing.assert_array_equal(read_temperatures(tmp_path, 3), np.ones(3))
+    write_temperatures(tmp_path, np.array([0.5, 1.0, 2.0]), {"blocks": 10})
+    np.testing.assert_array_equal(read_temperatures(tmp_path, 3), [0.5, 1.0, 2.0])
+    with pytest.raises(ConfigError, match="not 2 positive"):
+        read_temperatures(tmp_path, 2)
+    (tmp_path / "calibration.json").write_text("no")
+    with pytest.raises(ConfigError, match="not a calibration"):
+        read_temperatures(tmp_path, 3)
