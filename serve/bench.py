@@ -24,9 +24,9 @@ from dspark_jax import ConfigError, Drafter, Target, load_drafter, load_target
 from dspark_jax.weights.locate import EMBEDDED
 from serve import probe, report
 from serve.cells import Bench, Policy, Prompts
-from serve.prompts import DOMAINS, Prompt, builtin_prompts, load_prompts
+from serve.prompts import choose_prompts, encode
+from serve.setup import find_drafter
 
-SHIPPED_DRAFTER = Path(__file__).resolve().parents[1] / "assets" / "smollm2-135m-dspark"
 REQUESTS = (8, 1)  # eight first: their greedy texts then serve single requests as reference
 TEMPERATURES = (0.0, 1.0)
 
@@ -129,48 +129,13 @@ def count_steps(prompts: Prompts) -> int:
     return len(REQUESTS) * (1 + len(TEMPERATURES) * len(prompts))
 
 
-def encode(target: Target, prompts: Sequence[Prompt], tokens: int) -> dict[str, list[list[int]]]:
-    """Prompts through the target's chat template, by domain. Raises ConfigError naming one that does not fit."""
-    if target.tokenizer is None:
-        raise ConfigError(f"target {target.config.name}: has no tokenizer, so prompts cannot be encoded")
-    by_domain: dict[str, list[list[int]]] = {}
-    for prompt in prompts:
-        ids = target.tokenizer.chat([{"role": "user", "content": prompt.text}], add_generation_prompt=True)
-        if len(ids) + tokens > target.config.max_length:
-            raise ConfigError(
-                f"prompt {prompt.text[:40]!r} of {prompt.domain} has {len(ids)} tokens; with {tokens} new ones it"
-                f" exceeds the target's context of {target.config.max_length}: shorten it or lower --tokens"
-            )
-        by_domain.setdefault(prompt.domain, []).append(ids)
-    return by_domain
-
-
-def choose_prompts(path: Path | None, limit: int) -> list[Prompt]:
-    """The first `limit` prompts of each domain, of the file or built in."""
-    everything = load_prompts(path) if path else [prompt for domain in DOMAINS for prompt in builtin_prompts(domain)]
-    by_domain: dict[str, list[Prompt]] = {}
-    for prompt in everything:
-        by_domain.setdefault(prompt.domain, []).append(prompt)
-    return [prompt for prompts in by_domain.values() for prompt in prompts[:limit]]
-
-
-def find_drafter(args: Args) -> Path:
-    """The drafter to load. Raises ConfigError where there is none for this target."""
-    if args.drafter is None and args.target != EMBEDDED:
-        raise ConfigError(f"--target {args.target}: give its --drafter too, the shipped one is for {EMBEDDED}")
-    path = args.drafter or SHIPPED_DRAFTER
-    if not path.is_dir():
-        raise ConfigError(f"drafter {path}: no such directory; train one (README) or give another with --drafter")
-    return path
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     try:
         args = tyro.cli(Args, args=argv, description=__doc__)
         # Cheap checks first: nobody should wait minutes to hear of a wrong path.
         args.settings.check()
-        drafter_path = find_drafter(args)
+        drafter_path = find_drafter(args.target, args.drafter)
         chosen = choose_prompts(args.prompts, args.settings.limit)
         if args.json:
             report.check_writable(args.json)
@@ -189,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         result = {
             "command": command,
             "target": args.target,
-            "drafter": str(args.drafter or SHIPPED_DRAFTER.name),
+            "drafter": str(args.drafter or drafter_path.name),
         } | result
         report.show(result)
         if args.json:

@@ -118,3 +118,28 @@ def _first_turn(record: dict, where: str) -> object:
                     return message.get("content")
             raise ConfigError(f"{where}: messages has no turn with the role user")
     raise ConfigError(f"{where}: no turns, prompt or messages; it has {', '.join(record) or 'no fields'}")
+
+
+def encode(target: Target, prompts: Sequence[Prompt], tokens: int) -> dict[str, list[list[int]]]:
+    """Prompts through the target's chat template, by domain. Raises ConfigError naming one that does not fit."""
+    if target.tokenizer is None:
+        raise ConfigError(f"target {target.config.name}: has no tokenizer, so prompts cannot be encoded")
+    by_domain: dict[str, list[list[int]]] = {}
+    for prompt in prompts:
+        ids = target.tokenizer.chat([{"role": "user", "content": prompt.text}], add_generation_prompt=True)
+        if len(ids) + tokens > target.config.max_length:
+            raise ConfigError(
+                f"prompt {prompt.text[:40]!r} of {prompt.domain} has {len(ids)} tokens; with {tokens} new ones it"
+                f" exceeds the target's context of {target.config.max_length}: shorten it or lower --tokens"
+            )
+        by_domain.setdefault(prompt.domain, []).append(ids)
+    return by_domain
+
+
+def choose_prompts(path: Path | None, limit: int) -> list[Prompt]:
+    """The first `limit` prompts of each domain, of the file or built in."""
+    everything = load_prompts(path) if path else [prompt for domain in DOMAINS for prompt in builtin_prompts(domain)]
+    by_domain: dict[str, list[Prompt]] = {}
+    for prompt in everything:
+        by_domain.setdefault(prompt.domain, []).append(prompt)
+    return [prompt for prompts in by_domain.values() for prompt in prompts[:limit]]

@@ -1,0 +1,209 @@
+"""Calibrates a drafter's confidence head on real rollouts (DSpark paper, sequential temperature scaling).
+
+    python -m serve.calibrate [--target PATH --drafter FOLDER] --prompts FILE.jsonl [--temperature 0]
+
+Every position is verified, so each has a label. Prompts are split in three: half fit the temperatures, a quarter
+chooses between them and none at all, and the last quarter, seen by neither, gives the numbers that are reported.
+The temperatures go to calibration.json beside the drafter, where the engine finds them.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from dspark_jax import ConfigError, Drafter, Generation, SamplingParams, Target, calibrate, generate
+from serve import report
+from serve.calibration import write_temperatures
+from serve.prompts import choose_prompts, encode
+from serve.setup import load_models
+
+LEAST_BLOCKS = 50  # of each split: fewer say nothing about 20 bins
+
+
+@dataclasses.dataclass(frozen=True)
+class Rollouts:
+    """Blocks of real decoding: confidence logits [N, G], accepted drafts [N], positions that count [N, G]."""
+
+    logits_NG: np.ndarray
+    accepted_N: np.ndarray
+    mask_NG: np.ndarray
+
+
+def collect(generations: Sequence[Generation], eos_token_ids: Sequence[int], num_drafts: int) -> Rollouts:
+    """The rounds of texts. Positions after an accepted end of sequence are masked: nobody would verify them."""
+    rows = [round_ for generation in generations for round_ in generation.rounds]
+    logits_NG = np.array([round_.confidence for round_ in rows], np.float64).reshape(-1, num_drafts)
+    accepted_N = np.array([round_.accepted for round_ in rows], np.int64)
+    mask_NG = np.ones(logits_NG.shape, bool)
+    for row, round_ in enumerate(rows):
+        ends = [i for i, token in enumerate(round_.draft[: round_.accepted]) if token in eos_token_ids]
+        if ends:
+            mask_NG[row, ends[0] + 1 :] = False
+    return Rollouts(logits_NG, accepted_N, mask_NG)
+
+
+def quality(rollouts: Rollouts, temperatures_G: np.ndarray) -> dict[str, list[float]]:
+    """ECE, AUROC and Brier score of the predicted survival of each prefix length."""
+    survival_NG = np.asarray(calibrate.survival(rollouts.logits_NG.astype(np.float32), temperatures_G))
+    measures: dict[str, list[float]] = {"ece": [], "auroc": [], "brier": []}
+    for k in range(survival_NG.shape[1]):
+        kept = rollouts.mask_NG[:, k]
+        prediction, label = survival_NG[kept, k], rollouts.accepted_N[kept] > k
+        measures["ece"].append(calibrate.expected_calibration_error(prediction, label))
+        measures["auroc"].append(calibrate.auroc(prediction, label))
+        measures["brier"].append(calibrate.brier(prediction, label))
+    return measures
+
+
+def run(
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    sampling: SamplingParams,
+    on_prompts: Callable[[int], None] = lambda _: None,
+    batch_size: int = 8,
+) -> tuple[np.ndarray, dict[str, Any], Rollouts]:
+    """Temperatures, what they changed on held-out prompts, and those prompts' rollouts.
+
+    Raises ConfigError for a drafter without a confidence head and for too few blocks.
+    """
+    config = drafter.config
+    if not config.confidence_head:
+        raise ConfigError("this drafter has no confidence head: there is nothing to calibrate")
+    eos = target.config.eos_token_ids
+    longest = max(len(prompt) for prompt in prompts)
+    generations: list[Generation] = []
+    for start in range(0, len(prompts), batch_size):
+        part = list(prompts[start : start + batch_size])
+        done = generate(target, drafter, part, new_tokens, sampling, start, eos, longest_prompt=longest,
+                        batch_size=batch_size)  # fmt: skip
+        generations += done
+        on_prompts(len(part))
+    # Every fourth prompt chooses, every fourth reports: domains that follow each other in a file fall in all splits.
+    fit, choose, held = (
+        collect([g for i, g in enumerate(generations) if i % 4 in which], eos, config.num_drafts)
+        for which in ((0, 2), (1,), (3,))
+    )
+    smallest = min(len(part.accepted_N) for part in (fit, choose, held))
+    if smallest < LEAST_BLOCKS:
+        raise ConfigError(
+            f"a split has only {smallest} drafted blocks, {LEAST_BLOCKS} are needed: give more prompts or more tokens"
+        )
+    ones = np.ones(config.num_drafts, np.float32)
+    fitted = calibrate.fit_temperatures(fit.logits_NG, fit.accepted_N, fit.mask_NG)
+    helps = sum(quality(choose, fitted)["ece"]) < sum(quality(choose, ones)["ece"])
+    temperatures = fitted if helps else ones
+    result = {
+        "sampling": dataclasses.asdict(sampling),
+        "new_tokens": new_tokens,
+        "blocks": {"fit": len(fit.accepted_N), "choose": len(choose.accepted_N), "held_out": len(held.accepted_N)},
+        "kept": bool(helps),
+        "before": quality(held, ones),
+        "after": quality(held, temperatures),
+    }
+    return temperatures, result, held
+
+
+def show(result: dict[str, Any], temperatures: np.ndarray, console: Console) -> None:
+    """The table of held-out measures by position, before and after."""
+    table = Table(title=f"held-out calibration, {result['blocks']['held_out']} blocks")
+    for column in ("position", "temperature", "ECE before", "after", "AUROC before", "after", "Brier before", "after"):
+        table.add_column(column, justify="right")
+    before, after = result["before"], result["after"]
+    for k, temperature in enumerate(temperatures):
+        numbers = [f"{side[name][k]:.3f}" for name in ("ece", "auroc", "brier") for side in (before, after)]
+        table.add_row(str(k + 1), f"{temperature:.2f}", *numbers)
+    console.print(table)
+    if not result["kept"]:
+        console.print("The fitted temperatures did not help on prompts they had not seen: kept at 1.")
+
+
+def plot(held: Rollouts, temperatures: np.ndarray, path: Path) -> None:
+    """Reliability diagrams by position, before and after scaling."""
+    from matplotlib.figure import Figure
+
+    num_drafts = held.logits_NG.shape[1]
+    figure = Figure(figsize=(2.6 * num_drafts, 2.9), layout="constrained")
+    axes = np.atleast_1d(figure.subplots(1, num_drafts, sharey=True))
+    for k, axis in enumerate(axes):
+        axis.plot([0, 1], [0, 1], color="0.7", linewidth=1)
+        for name, scale in (("before", np.ones(num_drafts, np.float32)), ("after", temperatures)):
+            survival_NG = np.asarray(calibrate.survival(held.logits_NG.astype(np.float32), scale))
+            kept = held.mask_NG[:, k]
+            bins = calibrate.reliability(survival_NG[kept, k], held.accepted_N[kept] > k, bins=10)
+            filled = bins.count >= 5
+            axis.plot(bins.mean_prediction[filled], bins.mean_label[filled], marker="o", markersize=4, label=name)
+        axis.set_title(f"first {k + 1} stand" if k else "first stands", fontsize=10)
+        axis.set_xlabel("predicted")
+        axis.set_xlim(0, 1)
+        axis.set_ylim(0, 1)
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("share accepted")
+    axes[0].legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
+@dataclasses.dataclass(frozen=True)
+class Args:
+    """Calibrate a drafter's confidences."""
+
+    target: str = "smollm2-135m"
+    """safetensors directory, .gguf file, or smollm2-135m."""
+    drafter: Path | None = None
+    """Folder of the drafter, which gets calibration.json; without it the one shipped for smollm2-135m."""
+    prompts: Path | None = None
+    """JSONL, {"turns": ["text"]} a line; without it the built-in prompts."""
+    limit: int = 24
+    """Prompts a domain."""
+    tokens: int = 64
+    """New tokens a prompt."""
+    temperature: float = 0.0
+    """Of decoding: calibrate for the one that is served."""
+    plot: Path | None = None
+    """Where to draw the reliability diagrams."""
+
+
+def main() -> int:
+    try:
+        args = tyro.cli(Args, description=__doc__)
+        chosen = choose_prompts(args.prompts, args.limit)
+        if args.plot:
+            report.check_writable(args.plot)
+        target, drafter, path = load_models(args.target, args.drafter)
+        by_domain = encode(target, chosen, args.tokens)
+        rows = interleave(list(by_domain.values()))
+        columns = (TextColumn("rollouts"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns) as progress:
+            task = progress.add_task("", total=len(rows))
+            sampling = SamplingParams(args.temperature)
+            temperatures, result, held = run(
+                target, drafter, rows, args.tokens, sampling, lambda n: progress.update(task, advance=n)
+            )
+        console = Console()
+        show(result, temperatures, console)
+        console.print(f"wrote {write_temperatures(path, temperatures, result)}")
+        if args.plot:
+            plot(held, temperatures, args.plot)
+            console.print(f"wrote {args.plot}")
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def interleave(groups: Sequence[Sequence[Any]]) -> list[Any]:
+    """First of each group, second of each, ...: a1, b1, c1, a2, b2, ..."""
+    return [group[i] for i in range(max(map(len, groups))) for group in groups if i < len(group)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
