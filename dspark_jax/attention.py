@@ -4,6 +4,7 @@ Two forms of the same arithmetic: `causal_attention` and `block_attention` read 
 walks over pages with a running softmax, so its memory follows one page and its time the longest context in the batch.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -121,6 +122,11 @@ def _advance(running: _Running, scores_RKJSp: jax.Array, v_RKpH: jax.Array) -> _
     return _Running(largest, running.sum_RKJS * old + jnp.sum(new, axis=-1), running.out_RKJSH * old[..., None] + out)
 
 
+PageReader = Callable[
+    [jax.Array], tuple[jax.Array, jax.Array]
+]  # pages of R requests: keys [R, K, H, p], values [R, K, p, H]
+
+
 def paged_attention(
     q_RSNH: jax.Array,
     k_PKHp: jax.Array,
@@ -130,21 +136,34 @@ def paged_attention(
     own: tuple[jax.Array, jax.Array] | None = None,
     rule: Rule = DEFAULT,
 ) -> jax.Array:
+    """`walk_pages` over a pool of keys and one of values."""
+    return walk_pages(q_RSNH, lambda page_R: (k_PKHp[page_R], v_PKpH[page_R]), page_table_RN, limit_RS, own, rule)
+
+
+def walk_pages(
+    q_RSNH: jax.Array,
+    read: PageReader,
+    page_table_RN: jax.Array,
+    limit_RS: jax.Array,
+    own: tuple[jax.Array, jax.Array] | None = None,
+    rule: Rule = DEFAULT,
+) -> jax.Array:
     """Attention of S rows a request over the pages of that request: keys t < limit are visible. [R, S, N, H], float32.
 
-    `page_table[r, n]` is the page that holds positions n * p .. n * p + p - 1 of request r. `own` gives keys and
-    values [R, S, K, H] of a draft block's own rows, which all of them see; a row's position for `rule.window` is
-    then limit + its index, else limit - 1. A row that sees nothing at all returns zeros.
+    `page_table[r, n]` is the page that holds positions n * p .. n * p + p - 1 of request r; `read` fetches one page of
+    each request. `own` gives keys and values [R, S, K, H] of a draft block's own rows, which all of them see; a row's
+    position for `rule.window` is then limit + its index, else limit - 1. A row that sees nothing at all returns zeros.
     """
-    num_rows, (_, num_kv_heads, head_dim, page) = q_RSNH.shape[1], k_PKHp.shape
-    q_RKJSH = _grouped(q_RSNH, num_kv_heads).astype(k_PKHp.dtype).transpose(0, 2, 3, 1, 4)
+    keys = jax.eval_shape(read, page_table_RN[:, 0])[0]
+    num_rows, (_, num_kv_heads, head_dim, page), dtype = q_RSNH.shape[1], keys.shape, keys.dtype
+    q_RKJSH = _grouped(q_RSNH, num_kv_heads).astype(dtype).transpose(0, 2, 3, 1, 4)
     shape = q_RKJSH.shape[:-1]
     start = _Running(
         jnp.full(shape, _HIDDEN), jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, head_dim), jnp.float32)
     )
     row_RS = limit_RS - 1
     if own is not None:
-        k_RKSH, v_RKSH = (x.astype(k_PKHp.dtype).swapaxes(1, 2) for x in own)
+        k_RKSH, v_RKSH = (x.astype(dtype).swapaxes(1, 2) for x in own)
         scores = jnp.einsum("RKJSH,RKUH->RKJSU", q_RKJSH, k_RKSH, preferred_element_type=jnp.float32)
         scores, visible_GU = _score(scores, rule, head_dim), _own_visible(num_rows, rule)
         if visible_GU is not None:
@@ -153,14 +172,14 @@ def paged_attention(
         row_RS = limit_RS + jnp.arange(num_rows)[None, :]
 
     def step(n: jax.Array, running: _Running) -> _Running:
-        page_R = lax.dynamic_index_in_dim(page_table_RN, n, axis=1, keepdims=False)
-        scores = jnp.einsum("RKJSH,RKHp->RKJSp", q_RKJSH, k_PKHp[page_R], preferred_element_type=jnp.float32)
+        k_RKHp, v_RKpH = read(lax.dynamic_index_in_dim(page_table_RN, n, axis=1, keepdims=False))
+        scores = jnp.einsum("RKJSH,RKHp->RKJSp", q_RKJSH, k_RKHp, preferred_element_type=jnp.float32)
         key_p = n * page + jnp.arange(page)[None, None, :]
         visible_RSp = key_p < limit_RS[:, :, None]
         if rule.window:
             visible_RSp &= key_p > row_RS[:, :, None] - rule.window
         scores = jnp.where(visible_RSp[:, None, None], _score(scores, rule, head_dim), _HIDDEN)
-        return _advance(running, scores, v_PKpH[page_R])
+        return _advance(running, scores, v_RKpH)
 
     end = lax.fori_loop(0, (jnp.max(limit_RS) + page - 1) // page, step, start)
     seen = end.largest_RKJS > _HIDDEN

@@ -214,18 +214,12 @@ def generate(
     results: dict[int, Generation] = {}
     for start in range(0, len(order), batch_size):
         batch = order[start : start + batch_size]
-        filled = batch + [0] * (batch_rows(len(batch), target.dtype) - len(batch))
+        filled = batch + [0] * (bucket(len(batch), 1) - len(batch))
         keys_R = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.asarray(filled, jnp.uint32))
         done = _decode(models, weights, [prompts[i] for i in batch], [params[i] for i in batch], keys_R,
                        max_new_tokens, frozenset(eos_token_ids), longest_prompt, on_progress)  # fmt: skip
         results.update(zip(batch, done, strict=True))
     return [results[i] for i in range(len(prompts))]
-
-
-def batch_rows(count: int, dtype: jnp.dtype) -> int:
-    """Rows that a batch of `count` requests is filled up to. A lone bfloat16 row misses the fast CPU kernels (300 ms
-    against 38 for two, measured), so there are never fewer than two."""
-    return bucket(count, 2 if dtype == jnp.bfloat16 else 1)
 
 
 def _decode(

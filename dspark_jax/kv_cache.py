@@ -56,6 +56,12 @@ class Packing(NamedTuple):
     index_RS: jax.Array
     page_table_RN: jax.Array
 
+    def page_of(self, position_T: jax.Array, page_size: int, num_pages: int) -> jax.Array:
+        """The page of each packed token; `num_pages` (nowhere) for fillers and positions without a page."""
+        entry_T, (num_rows, num_entries) = position_T // page_size, self.page_table_RN.shape
+        known_T = (self.row_T < num_rows) & (entry_T < num_entries)
+        return jnp.where(known_T, self.page_table_RN[self.row_T, entry_T], num_pages)  # such gathers are clamped
+
 
 class PagedLayer(NamedTuple):
     """One layer's pages and the packing of this round. Model inputs are [1, T, ...]; blocks are [R, 1, G, ...]."""
@@ -69,15 +75,9 @@ class PagedLayer(NamedTuple):
 
         What is not finite is stored as 0: a page outlives its request, and 0 times NaN would reach the next one.
         """
-        num_pages, page, table = self.k_PKHp.shape[0], self.k_PKHp.shape[-1], self.packing.page_table_RN
-        position_T = position_1T[0]
-        entry_T = position_T // page
-        known_T = (self.packing.row_T < table.shape[0]) & (entry_T < table.shape[1])
-        page_T = jnp.where(known_T, table[self.packing.row_T, entry_T], num_pages)  # out-of-range gathers are clamped
-        place_T = position_T % page
-        k_TKH, v_TKH = (
-            jnp.where(jnp.isfinite(x), x, 0).astype(self.k_PKHp.dtype) for x in (k_1TKH[0], v_1TKH[0])
-        )
+        num_pages, page = self.k_PKHp.shape[0], self.k_PKHp.shape[-1]
+        page_T, place_T = self.packing.page_of(position_1T[0], page, num_pages), position_1T[0] % page
+        k_TKH, v_TKH = (jnp.where(jnp.isfinite(x), x, 0).astype(self.k_PKHp.dtype) for x in (k_1TKH[0], v_1TKH[0]))
         return self._replace(
             k_PKHp=self.k_PKHp.at[page_T, :, :, place_T].set(k_TKH, mode="drop"),
             v_PKpH=self.v_PKpH.at[page_T, :, place_T].set(v_TKH, mode="drop"),
@@ -134,4 +134,10 @@ def from_rows(k_BSKH: jax.Array, v_BSKH: jax.Array, dtype: jnp.dtype) -> LayerCa
 
 def compute_dtype(weight_dtype: jnp.dtype) -> jnp.dtype:
     """The dtype of keys and values beside weights of a dtype: XLA's CPU backend has no batched bfloat16 dot."""
-    return jnp.dtype(jnp.float32) if jax.default_backend() == "cpu" else jnp.dtype(weight_dtype)
+    return jnp.dtype(jnp.float32) if platform() == "cpu" else jnp.dtype(weight_dtype)
+
+
+def platform() -> str:
+    """The platform of the function being traced: that of the mesh, whose devices may not be here, else the default."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform

@@ -14,7 +14,7 @@ def linear(x: jax.Array, w: jax.Array) -> jax.Array:
     """
     d_in = x.shape[-1]
     x_MI, w_OI = x.reshape(-1, d_in).astype(w.dtype), w.reshape(-1, d_in)
-    if w.dtype == jnp.float32 and 1 < x_MI.shape[0] <= _THIN:
+    if x_MI.shape[0] <= _THIN and (w.dtype, x_MI.shape[0]) != (jnp.float32, 1):
         flat_MO = jax.lax.platform_dependent(x_MI, w_OI, cpu=_thin_dot, default=_dot)
     else:
         flat_MO = _dot(x_MI, w_OI)
@@ -30,6 +30,8 @@ def _thin_dot(x_MI: jax.Array, w_OI: jax.Array) -> jax.Array:
     are read once this way instead of being repacked (SmolLM2, 2 / 4 / 6 / 16 / 32 rows: 45 / 44 / 60 / 65 / 89 ms
     against 79 / 77 / 81 / 116 / 130, measured). The barriers keep XLA from folding the transposes into the dot."""
     num_rows = x_MI.shape[0]
+    if w_OI.dtype != jnp.float32:  # one bfloat16 row alone takes 5 to 10 times as long as four
+        return _dot(jnp.pad(x_MI, ((0, max(0, 4 - num_rows)), (0, 0))), w_OI)[:num_rows]
     if num_rows > 8:  # in between, the kernel falls back to a slow one
         x_MI = jnp.pad(x_MI, ((0, -num_rows % 16), (0, 0)))
     x_IM = jax.lax.optimization_barrier(x_MI.T)

@@ -1,33 +1,31 @@
-"""Measures what drafting gains: the same prompts decoded with and without a drafter, one request and eight at a time.
+"""Measures what drafting gains: the same prompts under each policy, one request and eight at a time.
 
     python -m serve.bench [--target PATH --drafter PATH] [--prompts FILE] [--json OUT]
+    python -m serve.bench --load ...         # requests that come and go, see serve/load.py
 
 Without arguments: the embedded SmolLM2-135M, the drafter in assets/, built-in prompts of mathematics, code and chat.
 """
 
 import dataclasses
-import functools
-import os
 import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it advises about torch, which nothing here uses
-
-import jax
 import tyro
 
-from dspark_jax import ConfigError, Drafter, Target, load_drafter, load_target
+from dspark_jax import ConfigError, Drafter, Target
 from dspark_jax.weights.locate import EMBEDDED
-from serve import probe, report
-from serve.cells import Bench, Policy, Prompts
+from serve import load, profile, report
+from serve.calibration import read_temperatures
+from serve.cells import Bench, Prompts
+from serve.engine import Engine, EngineConfig
 from serve.prompts import choose_prompts, encode
-from serve.setup import find_drafter
+from serve.setup import cache_programs, load_models
 
-REQUESTS = (8, 1)  # eight first: their greedy texts then serve single requests as reference
+REQUESTS = (1, 8)
 TEMPERATURES = (0.0, 1.0)
 
 
@@ -41,8 +39,8 @@ class Settings:
     """Prompts a domain, decoded eight at a time."""
     single: int = 3
     """How many of those are also decoded one at a time."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of drafted decoding; auto: what verifies faster on this machine. Plain decoding runs in its own fastest."""
+    policy: str = "scheduled"
+    """What is compared with plain decoding, besides verifying every draft: see serve/policy.py."""
     seed: int = 0
 
     def check(self) -> None:
@@ -60,103 +58,106 @@ class Args:
     target: str = EMBEDDED
     """safetensors directory, .gguf file, or smollm2-135m."""
     drafter: Path | None = None
-    """Directory in DeepSpec's format; without it the one shipped for smollm2-135m."""
+    """Folder of a drafter; without it the one shipped for smollm2-135m."""
     prompts: Path | None = None
     """JSONL, {"turns": ["text"]} a line; without it built-in prompts of three domains."""
     json: Path | None = None
     """Where to write every number."""
 
 
+def engines(target: Target, drafter: Drafter, path: Path, longest: int, tokens: int) -> tuple[Engine, Engine]:
+    """One engine without the drafter and one with it, for one request and for eight."""
+    positions = longest + tokens + drafter.config.num_drafts + 1
+    config = EngineConfig(
+        max_requests=max(REQUESTS), request_sizes=REQUESTS, max_context=-(-positions // 128) * 128,
+        prefill_lengths=(64,),
+    )  # fmt: skip
+    temperatures = read_temperatures(path, drafter.config.num_drafts)
+    return Engine(target, None, config), Engine(target, drafter, config, temperatures)
+
+
 def run(
     target: Target,
-    drafter: Drafter,
+    plain: Engine,
+    drafting: Engine,
     prompts: Prompts,
     settings: Settings,
     on_step: Callable[[str, int], None] = lambda *_: None,
 ) -> dict[str, Any]:
     """Decodes the prompts (token ids, by domain) in every way and returns all numbers, ready for JSON.
 
-    `on_step` hears what comes next and how many of `count_steps(prompts)` steps that ends. Raises ConfigError as
-    `generate` does.
+    `on_step` hears what comes next and how many of `count_steps` steps that ends. Raises ConfigError as the engine
+    does.
     """
-    prompts = {domain: ids[: settings.limit] for domain, ids in prompts.items()}
-    bench = Bench(target, drafter, prompts, settings.tokens, settings.seed)
-    # From bfloat16 weights there is no way back to the float32 model.
-    known = ["float32", "bfloat16"] if target.dtype == jax.numpy.float32 else ["bfloat16"]
     began = time.perf_counter()
-    compile_seconds = 0.0
-    rows, differences, probes, pieces = [], [], [], []
+    for engine in (plain, drafting):
+        on_step("compiling", 0)
+        engine.compile(on_program=lambda key: on_step(f"compiled {' '.join(map(str, key))}", 1))
+    compiled = time.perf_counter()
+    curves = profile.measure(drafting, on_point=lambda text: on_step(f"timing {text}", 0))
+    on_step("timed", 1)
+    policies = ("off", f"fixed:{drafting.num_drafts}", settings.policy)
+    bench = Bench(target, plain, drafting, curves, settings.tokens, settings.seed)
+    rows, differences = [], []
     for requests in REQUESTS:
-        name = report.requests_text(requests)
-        on_step(f"{name}: timing dtypes", 0)
-        choice = probe.choose_dtype(target, requests, drafter.config.num_drafts + 1, bench.cache_length, known)
-        draft_dtype = choice.draft_dtype if settings.dtype == "auto" else settings.dtype
-        dtypes: dict[Policy, str] = {"plain": choice.plain_dtype, "draft": draft_dtype}
-        probes.append({"requests": requests, **dtypes, "plain_ms": choice.plain_ms, "verify_ms": choice.verify_ms})
-        chosen = {domain: ids[: settings.single if requests == 1 else None] for domain, ids in prompts.items()}
-        on_step(f"{name}: compiling", 0)
-        compile_seconds += bench.warm_up(chosen, requests, TEMPERATURES, dtypes)
-        on_step(f"{name}: compiled", 1)
-        mine = []
         for temperature in TEMPERATURES:
-            for domain, ids in chosen.items():
-                where = f"{name}, temperature {temperature:g}, {domain}"
-                tell = functools.partial(lambda where, policy: on_step(f"{where}: {policy}", 0), where)
-                cell = bench.cell(domain, ids, requests, temperature, dtypes, tell)
+            for domain, ids in prompts.items():
+                chosen = ids[: settings.single if requests == 1 else settings.limit]
+                where = f"{report.requests_text(requests)}, temperature {temperature:g}, {domain}"
+                tell = _teller(on_step, where)
+                cell = bench.cell(domain, chosen, requests, temperature, list(dict.fromkeys(policies)), tell)
                 on_step(where, 1)
-                mine += cell.rows
+                rows += cell.rows
                 differences += cell.differences
-        on_step(f"{name}: timing the pieces of a round", 0)
-        times = probe.time_pieces(*bench.models(draft_dtype), requests, bench.cache_length)
-        pieces.append(report.where_time_goes(mine, requests, times))
-        rows += mine
     return {
         "machine": report.machine(),
-        "dtype": {str(p["requests"]): {"plain": p["plain"], "draft": p["draft"]} for p in probes},
+        "dtype": str(target.dtype),
         "settings": dataclasses.asdict(settings),
-        "probes": probes,
         "rows": rows,
         "summary": report.summarise(rows),
         "differences": differences,
-        "where_time_goes": pieces,
-        "compile_seconds": compile_seconds,
+        "curves": curves.to_json(),
+        "compile_seconds": compiled - began,
         "total_seconds": time.perf_counter() - began,
     }
 
 
-def count_steps(prompts: Prompts) -> int:
+def _teller(on_step: Callable[[str, int], None], where: str) -> Callable[[str], None]:
+    return lambda policy: on_step(f"{where}: {policy}", 0)
+
+
+def count_steps(plain: Engine, drafting: Engine, prompts: Prompts) -> int:
     """How many steps `run` announces."""
-    return len(REQUESTS) * (1 + len(TEMPERATURES) * len(prompts))
+    programs = len(plain.program_keys()) + len(drafting.program_keys())
+    return programs + 1 + len(REQUESTS) * len(TEMPERATURES) * len(prompts)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
+    if "--load" in argv:
+        return load.main([argument for argument in argv if argument != "--load"])
     try:
         args = tyro.cli(Args, args=argv, description=__doc__)
         # Cheap checks first: nobody should wait minutes to hear of a wrong path.
         args.settings.check()
-        drafter_path = find_drafter(args.target, args.drafter)
         chosen = choose_prompts(args.prompts, args.settings.limit)
         if args.json:
             report.check_writable(args.json)
-        wanted = "bfloat16" if args.settings.dtype == "auto" else args.settings.dtype
-        target = load_target(args.target, "float32" if jax.default_backend() == "cpu" else wanted)
-        drafter = load_drafter(drafter_path, target, str(target.dtype))
+        cache_programs()
+        target, drafter, path = load_models(args.target, args.drafter)
         prompts = encode(target, chosen, args.settings.tokens)
+        longest = max(len(ids) for domain in prompts.values() for ids in domain)
+        plain, drafting = engines(target, drafter, path, longest, args.settings.tokens)
         with report.progress() as progress:
-            task = progress.add_task("", total=count_steps(prompts))
+            task = progress.add_task("", total=count_steps(plain, drafting, prompts))
 
             def on_step(text: str, done: int) -> None:
                 progress.update(task, description=text, advance=done)
 
-            result = run(target, drafter, prompts, args.settings, on_step)
+            result = run(target, plain, drafting, prompts, args.settings, on_step)
         command = shlex.join(["python", "-m", "serve.bench", *argv])
-        result = {
-            "command": command,
-            "target": args.target,
-            "drafter": str(args.drafter or drafter_path.name),
-        } | result
-        report.show(result)
+        result = {"command": command, "target": args.target, "drafter": str(args.drafter or path.name)} | result
+        report.show(result, drafter.config.num_drafts)
         if args.json:
             report.write_json(args.json, result)
     except ConfigError as error:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dspark_jax.config import ConfigError
+from dspark_jax.target import Target
 
 DOMAINS = ("math", "code", "chat")
 

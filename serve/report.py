@@ -52,36 +52,17 @@ def machine() -> dict[str, Any]:
     }
 
 
-def where_time_goes(rows: Sequence[Row], requests: int, times: Mapping[str, float]) -> dict[str, Any]:
-    """A greedy round in milliseconds: as it ran in `rows`, its pieces as they ran alone, and the rest.
-
-    `times` are probe.time_pieces'. The rest (other_ms) is acceptance, the host and, where it is negative, what the
-    compiler saves by having the whole round in one program.
-    """
-
-    def each(policy: str) -> tuple[float | None, str]:
-        mine = [row for row in rows if row["temperature"] == 0 and row["policy"] == policy]
-        steps = sum(row["steps"] for row in mine)
-        return (1000 * sum(row["seconds"] for row in mine) / steps if steps else None), mine[0]["dtype"]
-
-    (plain_ms, plain_dtype), (round_ms, dtype) = each("plain"), each("draft")
-    other_ms = None if round_ms is None else round_ms - times["draft_ms"] - times["verify_ms"]
-    return {
-        "requests": requests, "plain_dtype": plain_dtype, "plain_step_ms": plain_ms, "dtype": dtype,
-        "round_ms": round_ms, **times, "other_ms": other_ms,
-    }  # fmt: skip
-
-
 def summarise(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Means over domains for each number of requests and temperature; exact_match is over prompts."""
-    groups: dict[tuple[int, float], list[Row]] = {}
+    """Means over domains for each number of requests, temperature and drafting policy; exact_match is over prompts."""
+    groups: dict[tuple[int, float, str], list[Row]] = {}
     for row in rows:
-        if row["policy"] == "draft":
-            groups.setdefault((row["requests"], row["temperature"]), []).append(row)
+        if row["policy"] != "off":
+            groups.setdefault((row["requests"], row["temperature"], row["policy"]), []).append(row)
     return [
         {
             "requests": requests,
             "temperature": temperature,
+            "policy": policy,
             "prompts": sum(row["prompts"] for row in group),
             "speedup": _mean([row["speedup"] for row in group]),
             "accepted_length": _mean([row["accepted_length"] for row in group]),
@@ -89,7 +70,7 @@ def summarise(rows: Sequence[Row]) -> list[dict[str, Any]]:
             if group[0]["exact_match"] is None
             else sum(row["exact_match"] * row["prompts"] for row in group) / sum(row["prompts"] for row in group),
         }
-        for (requests, temperature), group in groups.items()
+        for (requests, temperature, policy), group in groups.items()
     ]
 
 
@@ -98,44 +79,37 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def show(result: Mapping[str, Any]) -> None:
+def show(result: Mapping[str, Any], num_drafts: int) -> None:
     """Prints the tables and what they do not hold."""
     out = console()
     out.print(_main_table(result["rows"], result["summary"]))
-    out.print(_time_table(result["where_time_goes"]))
-    for probe in result["probes"]:
-        times = [
-            f"{kind} {', '.join(f'{dtype} {ms:.0f} ms' for dtype, ms in probe[key].items())}"
-            for kind, key in (("a step", "plain_ms"), ("a verification", "verify_ms"))
-        ]
-        out.print(
-            f"{requests_text(probe['requests'])}: {'; '.join(times)}. Plain decoding in {probe['plain']}, drafted in"
-            f" {probe['draft']}.",
-            highlight=False,
-        )
-    greedy = sum(row["prompts"] for row in result["rows"] if row["policy"] == "draft" and row["temperature"] == 0)
-    text = f"All {greedy} greedy texts are those of plain decoding in the same dtype."
+    out.print(_time_table(result["curves"], num_drafts))
+    greedy = sum(row["prompts"] for row in result["rows"] if row["policy"] != "off" and row["temperature"] == 0)
+    text = f"All {greedy} greedy texts are those of plain decoding."
     if margins := [difference["margin"] for difference in result["differences"]]:
         text = f"{len(margins)} of {greedy} greedy texts differ from plain ones: logit margin up to {max(margins):.2g}."
-    seconds = f"{result['total_seconds']:.0f} s, of which {result['compile_seconds']:.0f} s compiling."
+    seconds = (
+        f"{result['total_seconds']:.0f} s in {result['dtype']}, of which {result['compile_seconds']:.0f} s compiling."
+    )
     out.print(f"{text} {seconds}", highlight=False)
 
 
 def _main_table(rows: Sequence[Row], summary: Sequence[Row]) -> Table:
-    table = Table(title="Drafted against plain decoding (tokens a second after the first token)")
-    for name in ("requests", "T", "domain"):
+    table = Table(title="Drafted against plain decoding (tokens a second after prefill)")
+    for name in ("requests", "T", "domain", "policy"):
         table.add_column(name)
-    for name in ("plain", "drafted", "gain", "accepted length", "accepted drafts by position, %", "exact"):
+    for name in ("plain", "drafted", "gain", "accepted length", "accepted by position, %", "exact"):
         table.add_column(name, justify="right")
     for mean in summary:
         place = mean["requests"], mean["temperature"]
         mine = [row for row in rows if (row["requests"], row["temperature"]) == place]
-        plain = {row["domain"]: row for row in mine if row["policy"] == "plain"}
-        for row in (row for row in mine if row["policy"] == "draft"):
+        plain = {row["domain"]: row for row in mine if row["policy"] == "off"}
+        for row in (row for row in mine if row["policy"] == mean["policy"]):
             table.add_row(
                 str(row["requests"]),
                 f"{row['temperature']:g}",
                 row["domain"],
+                row["policy"],
                 _number(plain[row["domain"]]["tokens_per_second"], ".1f"),
                 _number(row["tokens_per_second"], ".1f"),
                 _number(row["speedup"], ".2f", "x"),
@@ -144,7 +118,7 @@ def _main_table(rows: Sequence[Row], summary: Sequence[Row]) -> Table:
                 _number(row["exact_match"], ".0%"),
             )
         table.add_row(
-            "", "", "mean", "", "",
+            "", "", "mean", mean["policy"], "", "",
             _number(mean["speedup"], ".2f", "x"),
             _number(mean["accepted_length"], ".2f"), "",
             _number(mean["exact_match"], ".0%"),
@@ -153,14 +127,17 @@ def _main_table(rows: Sequence[Row], summary: Sequence[Row]) -> Table:
     return table
 
 
-def _time_table(pieces: Sequence[Row]) -> Table:
-    table = Table(title="Where the time of a greedy round goes, milliseconds")
-    names = ("requests", "draft", "verify", "of which head", "other", "whole round", "a plain step")
-    for name in names:
-        table.add_column(name, justify="right")
-    for piece in pieces:
-        keys = ("draft_ms", "verify_ms", "head_ms", "other_ms", "round_ms", "plain_step_ms")
-        table.add_row(str(piece["requests"]), *(_number(piece[key], ".1f") for key in keys))
+def _time_table(curves: Sequence[Row], num_drafts: int) -> Table:
+    table = Table(title=f"A round in milliseconds by verified tokens (greedy; block of {num_drafts} drafts)")
+    greedy = [point for point in curves if not point["sampled"]]
+    table.add_column("requests", justify="right")
+    table.add_column("plain", justify="right")
+    table.add_column("drafting, packed tokens: milliseconds")
+    for requests in sorted({point["requests"] for point in greedy}):
+        mine = [point for point in greedy if point["requests"] == requests]
+        plain = next(point["seconds"] for point in mine if not point["drafts"])
+        drafting = [f"{p['tokens']}: {1000 * p['seconds']:.0f}" for p in mine if p["drafts"]]
+        table.add_row(str(requests), f"{1000 * plain:.0f}", "   ".join(drafting))
     return table
 
 

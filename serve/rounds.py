@@ -18,12 +18,14 @@ from dspark_jax.calibrate import survival
 from dspark_jax.config import DrafterConfig, TargetConfig
 from dspark_jax.drafters import dspark
 from dspark_jax.drafters.base import Frozen
-from dspark_jax.kv_cache import Packing, PagedLayer
+from dspark_jax.kv_cache import Packing
 from dspark_jax.sampling import BlockSample, SamplingRows, request_law, sample_rows
 from dspark_jax.schedule import admit_top, prefix_schedule
+from dspark_jax.sharding import constrain
+from dspark_jax.tpu_cache import paged_cache
 
 Params = dict[str, Any]
-Pages = list[tuple[jax.Array, jax.Array]]
+Pages = list[tuple[jax.Array, ...]]  # a layer each; `tpu_cache.paged_cache` says what a page looks like
 
 
 class Models(NamedTuple):
@@ -130,12 +132,12 @@ def _streams(view: _View, count: int) -> jax.Array:
     return jax.vmap(lambda key: jax.random.split(key, count))(view.key_R)
 
 
-def _layers(pages: Pages, packing: Packing) -> list[PagedLayer]:
-    return [PagedLayer(k, v, packing) for k, v in pages]
+def _layers(pages: Pages, packing: Packing) -> list[Any]:
+    return [paged_cache()(*arrays, packing) for arrays in pages]
 
 
 def _pages(layers: Any) -> Pages:
-    return [(layer.k_PKHp, layer.v_PKpH) for layer in layers]
+    return [layer[:-1] for layer in layers]
 
 
 def pack(lengths_R: jax.Array, view: _View, drafts: int, num_tokens: int) -> Packing:
@@ -264,7 +266,9 @@ def draft_round(
 ) -> tuple[State, Output]:
     """The whole round in T packed tokens."""
     drafted = draft(models, weights, state, slot_R, knobs)
-    lengths_R = choose(drafted, slot_R, state.slots.length_N.shape[0], knobs, num_tokens)
+    lengths_R = constrain(
+        choose(drafted, slot_R, state.slots.length_N.shape[0], knobs, num_tokens)
+    )  # one for all devices
     return verify(models, weights, state, slot_R, drafted, lengths_R, num_tokens)
 
 

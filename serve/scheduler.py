@@ -7,7 +7,7 @@ come first served. Nobody is preempted, and nobody who runs waits for pages, so 
 import dataclasses
 from collections import deque
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from dspark_jax.config import ConfigError, SamplingParams
 
@@ -29,6 +29,13 @@ class Request:
     """A label for statistics."""
 
 
+class Verified(NamedTuple):
+    """One round of a text: the drafts that were verified, and how many of them stood."""
+
+    draft: list[int]
+    accepted: int
+
+
 @dataclasses.dataclass
 class Text:
     """A request on its way. Times are in seconds of the server's clock."""
@@ -43,9 +50,17 @@ class Text:
     reason: Reason | None = None
     first_token: float | None = None
     finished: float | None = None
-    rounds: int = 0
-    verified: int = 0
-    accepted: int = 0
+    rounds: list[Verified] = dataclasses.field(default_factory=list)
+
+    @property
+    def verified(self) -> int:
+        """Drafts verified so far."""
+        return sum(len(round_.draft) for round_ in self.rounds)
+
+    @property
+    def accepted(self) -> int:
+        """Drafts accepted so far."""
+        return sum(round_.accepted for round_ in self.rounds)
 
     @property
     def prefilling(self) -> bool:
@@ -54,12 +69,12 @@ class Text:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A request's part of one round, as read from the device."""
+    """A request's part of one round, as read from the device: verified drafts, how many stood, the target's token."""
 
-    tokens: Sequence[int]
-    """Accepted drafts, then the target's own token."""
-    verified: int
-    bad: bool
+    draft: Sequence[int]
+    accepted: int
+    next: int
+    bad: bool = False
 
 
 class Scheduler:
@@ -140,12 +155,10 @@ class Scheduler:
             self._finish(text, "error", now)
             return []
         if text.tokens:  # the first one comes with the prompt
-            text.rounds += 1
-            text.verified += row.verified
-            text.accepted += len(row.tokens) - 1
+            text.rounds.append(Verified(list(row.draft), row.accepted))
         stop = set(text.request.stop_ids)
         added: list[int] = []
-        for token in row.tokens:
+        for token in (*row.draft[: row.accepted], row.next):
             added.append(token)
             if token in stop or len(text.tokens) + len(added) == text.request.max_new_tokens:
                 break

@@ -95,6 +95,14 @@ class Server:
     def idle(self) -> bool:
         return self.scheduler.idle and not self._under_way
 
+    def start(self) -> None:
+        """Prefills whoever fits, and no more: decoding of an offline batch is timed from here."""
+        self.scheduler.admit()
+        while self._prefill():
+            pass
+        while self._under_way:
+            self._read(self._under_way.popleft())
+
     def run(self) -> None:
         """Steps until every text has ended and every round is read."""
         while not self.idle:
@@ -171,7 +179,7 @@ class Server:
         self.totals.waiting += now - start
         if not ticket.final:
             if output.bad_R[0]:
-                self.scheduler.take(ticket.texts[0], Row([], 0, True), now)
+                self.scheduler.take(ticket.texts[0], Row([], 0, 0, bad=True), now)
             return
         if ticket.packed:
             self._count(ticket, output)
@@ -182,8 +190,9 @@ class Server:
             if ticket.drafted and not output.bad_R[row]:
                 self.policy.observe(text.number, output.survival_RG[row], length, accepted)
                 self.monitor.observe(output.survival_RG[row], length, accepted)
-            tokens = [*output.tokens_RG[row, :accepted].tolist(), int(output.next_R[row])]
-            added = self.scheduler.take(text, Row(tokens, length, bool(output.bad_R[row])), now)
+            draft = output.tokens_RG[row, :length].tolist()
+            part = Row(draft, accepted, int(output.next_R[row]), bool(output.bad_R[row]))
+            added = self.scheduler.take(text, part, now)
             self.totals.emitted += len(added)
             if added and self.on_token:
                 self.on_token(text, added)

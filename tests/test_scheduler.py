@@ -47,7 +47,7 @@ class Life(RuleBasedStateMachine):
     def round(self, tokens: list[int], bad: int) -> None:
         for text in self.scheduler.decoding():
             before = list(text.tokens)
-            added = self.scheduler.take(text, Row(tokens, len(tokens) - 1, bad == 0), self.now())
+            added = self.scheduler.take(text, Row(tokens[:-1], len(tokens) - 1, tokens[-1], bad == 0), self.now())
             assert text.tokens == before + added and added == tokens[: len(added)]
             assert len(text.tokens) <= text.request.max_new_tokens
             assert not set(text.tokens[:-1]) & set(text.request.stop_ids)
@@ -68,7 +68,7 @@ class Life(RuleBasedStateMachine):
         text = self.texts[which % len(self.texts)]
         if text.reason is not None:
             before = list(text.tokens)
-            assert self.scheduler.take(text, Row([1, 2], 1, False), self.now()) == [] and text.tokens == before
+            assert self.scheduler.take(text, Row([1], 1, 2), self.now()) == [] and text.tokens == before
 
     @invariant()
     def nothing_leaks(self) -> None:
@@ -83,7 +83,7 @@ class Life(RuleBasedStateMachine):
             for text in self.scheduler.prefilling():
                 text.prefilled = len(text.request.prompt)
             for text in self.scheduler.decoding():
-                self.scheduler.take(text, Row([7], 0, False), self.now())
+                self.scheduler.take(text, Row([], 0, 7), self.now())
         assert self.scheduler.idle
         assert sorted(self.scheduler._free_pages) == list(range(PAGES))
         assert sorted(self.scheduler._free_slots) == list(range(SLOTS))
@@ -116,7 +116,7 @@ def test_a_large_request_waits_for_pages_and_is_not_overtaken():
     small = scheduler.submit(Request((1,), 1), 0.0)
     assert scheduler.admit() == large[:1] and small.slot < 0
     large[0].prefilled = 25
-    scheduler.take(large[0], Row([1] * 18, 0, False), 1.0)
+    scheduler.take(large[0], Row([1] * 17, 17, 1), 1.0)
     assert scheduler.admit() == [large[1], small]
 
 
@@ -125,6 +125,7 @@ def test_statistics_count_rounds_after_the_prompts_own_token():
     text: Text = scheduler.submit(Request((1, 2), 10), 0.0)
     scheduler.admit()
     text.prefilled = 2
-    scheduler.take(text, Row([5], 0, False), 1.0)
-    scheduler.take(text, Row([6, 7, 8], 4, False), 2.0)
-    assert (text.rounds, text.verified, text.accepted, text.first_token) == (1, 4, 2, 1.0)
+    scheduler.take(text, Row([], 0, 5), 1.0)
+    scheduler.take(text, Row([6, 7, 9, 9], 2, 8), 2.0)
+    assert text.tokens == [5, 6, 7, 8]
+    assert (len(text.rounds), text.verified, text.accepted, text.first_token) == (1, 4, 2, 1.0)

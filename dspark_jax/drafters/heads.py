@@ -23,7 +23,7 @@ class MarkovHead(nn.Module):
         return self.w1[previous]
 
     def bias(self, embedded: jax.Array, ids: jax.Array | None = None) -> jax.Array:
-        """[..., r] to float32 logits [..., V] that are added to the backbone's; only those of `ids` [..., K] if given."""
+        """[..., r] to float32 logits [..., V] that are added to the backbone's; with `ids`, only theirs [..., K]."""
         if ids is None:
             return layers.linear(embedded, self.w2)
         return jnp.einsum("...r,...Kr->...K", embedded.astype(jnp.float32), self.w2[ids].astype(jnp.float32))

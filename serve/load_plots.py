@@ -1,0 +1,102 @@
+"""Pictures of `serve.bench --load`."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+Row = Mapping[str, Any]
+
+
+def average(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Repeats of a load and policy as one row: means of numbers, in order of first appearance."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row["users"], row["rate"], row["domain"], row["policy"]), []).append(row)
+    means = []
+    for group in groups.values():
+        mean = dict(group[0])
+        for name, value in group[0].items():
+            numbers = [row[name] for row in group if row[name] is not None]
+            if isinstance(value, float) and numbers:
+                mean[name] = float(np.mean(numbers))
+        means.append(mean)
+    return means
+
+
+def draw(rows: Sequence[Row], folder: Path) -> None:
+    """pareto.png, lengths.png and, where domains were mixed, domains.png."""
+    means = [row for row in average(rows) if not row["rate"]]
+    if not means:
+        return
+    domain = means[0]["domain"]
+    mine = [row for row in means if row["domain"] == domain]
+    _pareto(mine, folder / "pareto.png")
+    _lengths(mine, folder / "lengths.png")
+    if any(len(row["by_domain"]) > 1 for row in mine):
+        _domains([row for row in mine if row["policy"] == "scheduled"], folder / "domains.png")
+
+
+def _lines(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    lines: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: row["users"]):
+        lines.setdefault(row["policy"], []).append(row)
+    return lines
+
+
+def _pareto(rows: Sequence[Row], path: Path) -> None:
+    figure = Figure(figsize=(6.5, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for policy, line in _lines(rows).items():
+        x = [row["tokens_per_second_per_user_p50"] for row in line]
+        y = [row["tokens_per_second"] for row in line]
+        bold = {"linewidth": 2.6, "zorder": 3} if policy == "scheduled" else {"alpha": 0.8}
+        axes.plot(x, y, marker="o", label=policy, **bold)
+    for row in _lines(rows).get("scheduled", []):
+        place = (row["tokens_per_second_per_user_p50"], row["tokens_per_second"])
+        axes.annotate(str(row["users"]), place, xytext=(4, 4), textcoords="offset points", fontsize=8)
+    axes.set_xlabel("tokens a second a user (median)")
+    axes.set_ylabel("tokens a second, all users")
+    axes.set_title("Throughput against speed for each user; numbers are users")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def _lengths(rows: Sequence[Row], path: Path) -> None:
+    figure = Figure(figsize=(6.5, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for policy, line in _lines(rows).items():
+        if policy == "off":
+            continue
+        users = [row["users"] for row in line]
+        (drawn,) = axes.plot(users, [row["verified_per_request_round"] for row in line], marker="o", label=policy)
+        accepted = [row["accepted_per_request_round"] for row in line]
+        axes.plot(users, accepted, marker="x", linestyle=":", color=drawn.get_color())
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("users")
+    axes.set_ylabel("drafts a request and round")
+    axes.set_title("Verified (solid) and accepted (dotted) drafts against load")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def _domains(rows: Sequence[Row], path: Path) -> None:
+    figure = Figure(figsize=(6.5, 4.2), layout="constrained")
+    axes = figure.subplots()
+    names = sorted({name for row in rows for name in row["by_domain"]})
+    for name in names:
+        users = [row["users"] for row in rows]
+        (drawn,) = axes.plot(users, [row["by_domain"][name]["verified"] for row in rows], marker="o", label=name)
+        accepted = [row["by_domain"][name]["accepted"] for row in rows]
+        axes.plot(users, accepted, marker="x", linestyle=":", color=drawn.get_color())
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("users")
+    axes.set_ylabel("drafts a request and round")
+    axes.set_title("scheduled: verified (solid) and accepted (dotted) by domain")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
