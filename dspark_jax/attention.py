@@ -41,17 +41,25 @@ def _score(raw: jax.Array, rule: Rule, head_dim: int) -> jax.Array:
 
 
 def causal_attention(
-    q_BSNH: jax.Array, k_BKHT: jax.Array, v_BKTH: jax.Array, position_BS: jax.Array, rule: Rule = DEFAULT
+    q_BSNH: jax.Array,
+    k_BKHT: jax.Array,
+    v_BKTH: jax.Array,
+    position_BS: jax.Array,
+    rule: Rule = DEFAULT,
+    start_BS: jax.Array | None = None,
 ) -> jax.Array:
     """Softmax attention of S new rows over T keys, key t being visible to a row at position p when t <= p.
 
-    The result is [B, S, N, H], float32. Keys beyond a row's position may hold anything finite.
+    The result is [B, S, N, H], float32. Keys beyond a row's position may hold anything finite. Where a row's document
+    begins at key `start`, its keys are t >= start and positions count from there.
     """
     _, num_kv_heads, head_dim, num_keys = k_BKHT.shape
     q_BSKJH = _grouped(q_BSNH, num_kv_heads).astype(k_BKHT.dtype)
     scores = jnp.einsum("BSKJH,BKHT->BKJST", q_BSKJH, k_BKHT, preferred_element_type=jnp.float32)
     key_T, row_BS1 = jnp.arange(num_keys)[None, None, :], position_BS[:, :, None]
-    visible_BST = key_T <= row_BS1
+    if start_BS is not None:
+        key_T = key_T - start_BS[:, :, None]
+    visible_BST = key_T <= row_BS1 if start_BS is None else (key_T <= row_BS1) & (key_T >= 0)
     if rule.window:
         visible_BST &= key_T > row_BS1 - rule.window
     scores = jnp.where(visible_BST[:, None, None], _score(scores, rule, head_dim), _HIDDEN)
@@ -77,11 +85,13 @@ def block_attention(
     block_v_BAGKH: jax.Array,
     limit_BA: jax.Array,
     rule: Rule = DEFAULT,
+    start_BA: jax.Array | None = None,
 ) -> jax.Array:
     """Draft attention (DSpark, backbone): the rows of a block see context keys t < limit and all of their own block.
 
     A blocks share one context. `limit` is the anchor's position: the target's feature of the anchor itself does
     not exist yet when the block is drafted, so it stays invisible in training too. Result [B, A, G, N, H], float32.
+    Where a block's document begins at key `start`, its keys are t >= start and `limit` counts from there.
     """
     _, num_kv_heads, head_dim, num_keys = context_k_BKHT.shape
     num_rows = q_BAGNH.shape[2]
@@ -90,7 +100,11 @@ def block_attention(
     context = jnp.einsum("BAGKJH,BKHT->BKJAGT", q_BAGKJH, context_k_BKHT, preferred_element_type=jnp.float32)
     own = jnp.einsum("BAGKJH,BAUKH->BKJAGU", q_BAGKJH, block_k_BAGKH, preferred_element_type=jnp.float32)
     key_T = jnp.arange(num_keys)[None, None, None, :]
+    if start_BA is not None:
+        key_T = key_T - start_BA[:, :, None, None]
     visible_BAGT = key_T < limit_BA[:, :, None, None]
+    if start_BA is not None:
+        visible_BAGT = visible_BAGT & (key_T >= 0)
     if rule.window:
         row_BAG1 = (limit_BA[:, :, None] + jnp.arange(num_rows)[None, None, :])[..., None]
         visible_BAGT = visible_BAGT & (key_T > row_BAG1 - rule.window)

@@ -10,126 +10,15 @@ import dataclasses
 import math
 from typing import Literal
 
-Layout = Literal["anchor_first", "fill_in"]
-
-
-class ConfigError(ValueError):
-    """A setting that cannot be used. The message names it, its value and what would do."""
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ConfigError(message)
-
-
-@dataclasses.dataclass(frozen=True)
-class TargetConfig:
-    """Shape of a decoder-only target. `family` picks the block: llama, or qwen3 with q/k norms."""
-
-    family: Literal["llama", "qwen3"]
-    vocab_size: int
-    d_model: int
-    d_ff: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope_theta: float
-    norm_eps: float
-    max_length: int
-    tied_head: bool
-    eos_token_ids: tuple[int, ...] = ()
-    name: str = ""
-
-    def __post_init__(self) -> None:
-        _require(self.family in ("llama", "qwen3"), f"target family {self.family!r}: expected 'llama' or 'qwen3'")
-        for field in ("vocab_size", "d_model", "d_ff", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
-            _require(getattr(self, field) > 0, f"target {field} = {getattr(self, field)}: expected a positive number")
-        _require(
-            self.num_heads % self.num_kv_heads == 0,
-            f"target num_heads = {self.num_heads} is not a multiple of num_kv_heads = {self.num_kv_heads}",
-        )
-        _require(self.head_dim % 2 == 0, f"target head_dim = {self.head_dim}: rotary embedding needs an even size")
-
-    @property
-    def qk_norm(self) -> bool:
-        return self.family == "qwen3"
-
-
-@dataclasses.dataclass(frozen=True)
-class DrafterConfig:
-    """Shape of a block-parallel drafter (DFlash backbone, DSpark heads).
-
-    `block_size` counts the rows of one draft pass (G in DeepSpec's layout, B in z-lab's); `layout` says what a
-    row predicts: under 'anchor_first' row i predicts position a+1+i, so all rows are drafts; under 'fill_in'
-    row i predicts position a+i, so row 0 is not a draft. `target_layer_ids` are 0-based decoder layers, -1 is
-    the embedding output. `draft_vocab_size` = 0 means the whole target vocabulary.
-    """
-
-    vocab_size: int
-    d_model: int
-    d_ff: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope_theta: float
-    norm_eps: float
-    max_length: int
-    target_layer_ids: tuple[int, ...]
-    num_target_layers: int
-    block_size: int
-    mask_token_id: int
-    layout: Layout = "anchor_first"
-    markov_rank: int = 0
-    confidence_head: bool = False
-    confidence_with_markov: bool = False
-    draft_vocab_size: int = 0
-
-    def __post_init__(self) -> None:
-        for field in ("vocab_size", "d_model", "d_ff", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
-            _require(getattr(self, field) > 0, f"drafter {field} = {getattr(self, field)}: expected a positive number")
-        _require(
-            self.num_heads % self.num_kv_heads == 0,
-            f"drafter num_heads = {self.num_heads} is not a multiple of num_kv_heads = {self.num_kv_heads}",
-        )
-        _require(self.layout in ("anchor_first", "fill_in"), f"drafter layout {self.layout!r}: anchor_first or fill_in")
-        smallest = 1 if self.layout == "anchor_first" else 2
-        _require(self.block_size >= smallest, f"drafter block_size = {self.block_size}: expected at least {smallest}")
-        _require(
-            0 <= self.mask_token_id < self.vocab_size,
-            f"drafter mask_token_id = {self.mask_token_id} is outside the embedding of {self.vocab_size} rows",
-        )
-        _require(len(self.target_layer_ids) > 0, "drafter target_layer_ids is empty: name the layers to tap")
-        for layer in self.target_layer_ids:
-            _require(
-                -1 <= layer < self.num_target_layers - 1,
-                f"drafter target_layer_ids has {layer}: the target has {self.num_target_layers} layers, so ids run"
-                f" from -1 (embedding output) to {self.num_target_layers - 2} (the last layer is not tapped)",
-            )
-        _require(
-            len(set(self.target_layer_ids)) == len(self.target_layer_ids),
-            f"drafter target_layer_ids {self.target_layer_ids} repeats a layer",
-        )
-        _require(self.markov_rank >= 0, f"drafter markov_rank = {self.markov_rank}: expected 0 (no head) or more")
-        _require(
-            not self.confidence_with_markov or (self.confidence_head and self.markov_rank > 0),
-            "drafter confidence_with_markov needs confidence_head and markov_rank > 0",
-        )
-        _require(
-            0 <= self.draft_vocab_size <= self.vocab_size,
-            f"drafter draft_vocab_size = {self.draft_vocab_size}: expected 0 (all) to {self.vocab_size}",
-        )
-
-    @property
-    def num_drafts(self) -> int:
-        """Drafted tokens a block: G."""
-        return self.block_size if self.layout == "anchor_first" else self.block_size - 1
-
-    @property
-    def head_rows(self) -> int:
-        """Rows of the draft head: the reduced vocabulary, or all of it."""
-        return self.draft_vocab_size or self.vocab_size
+from dspark_jax.shapes import ConfigError as ConfigError
+from dspark_jax.shapes import DrafterConfig as DrafterConfig
+from dspark_jax.shapes import Family as Family
+from dspark_jax.shapes import LayerShape as LayerShape
+from dspark_jax.shapes import Layout as Layout
+from dspark_jax.shapes import MarkovHeadType as MarkovHeadType
+from dspark_jax.shapes import RopeScaling as RopeScaling
+from dspark_jax.shapes import TargetConfig as TargetConfig
+from dspark_jax.shapes import require
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,22 +30,27 @@ class SamplingParams:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             math.isfinite(self.temperature) and self.temperature >= 0,
             f"temperature = {self.temperature}: expected 0 or a positive number",
         )
-        _require(self.top_k >= 0, f"top_k = {self.top_k}: expected 0 (off) or a positive count")
-        _require(0 < self.top_p <= 1, f"top_p = {self.top_p}: expected a number in (0, 1]")
+        require(self.top_k >= 0, f"top_k = {self.top_k}: expected 0 (off) or a positive count")
+        require(0 < self.top_p <= 1, f"top_p = {self.top_p}: expected a number in (0, 1]")
 
 
 @dataclasses.dataclass(frozen=True)
 class LossConfig:
     """Weights of the training terms (DSpark paper, section on training; DeepSpec's defaults).
 
-    Slot i of a block weighs exp(-i / decay). `tv` multiplies the L1 distance sum_v |q - p| (twice the total
+    Slot i of a block weighs exp(-i / decay); `decay` 0 is the block size, as the paper writes it, where the reference
+    has 4. With `dpace` = a > 0 the weights come from the drafter itself instead (D-PACE): slot k weighs the expected
+    number of slots from k on that survive, each surviving with (1 - a) q(label) + a, and blocks are what the sum is
+    divided by. `tv` multiplies the L1 distance sum_v |q - p| (twice the total
     variation), as in the reference; `ce` the cross-entropy to the label; `confidence` the binary cross-entropy
     of the confidence logit to the analytic acceptance 1 - TV(p, q). `soft_until` > 0 opens a run with the soft
     cross-entropy to the target's law, which gives way linearly to ce and tv over that fraction of the steps.
+    `base_until` > 0 opens it with ce and tv of the parallel logits, before the sequential head, which give way to the
+    final ones in the same manner (Domino). `detach_confidence`: the confidence term trains its head only.
     """
 
     ce: float = 0.1
@@ -164,12 +58,18 @@ class LossConfig:
     confidence: float = 1.0
     decay: float = 4.0
     soft_until: float = 0.0
+    dpace: float = 0.0
+    base_until: float = 0.0
+    detach_confidence: bool = False
 
     def __post_init__(self) -> None:
-        _require(0 <= self.soft_until <= 1, f"loss soft_until = {self.soft_until}: expected a fraction of the run")
+        for field in ("soft_until", "base_until"):
+            value = getattr(self, field)
+            require(0 <= value <= 1, f"loss {field} = {value}: expected a fraction of the run")
         for field in ("ce", "tv", "confidence"):
-            _require(getattr(self, field) >= 0, f"loss {field} = {getattr(self, field)}: expected 0 or more")
-        _require(self.decay > 0, f"loss decay = {self.decay}: expected a positive number of slots")
+            require(getattr(self, field) >= 0, f"loss {field} = {getattr(self, field)}: expected 0 or more")
+        require(self.decay >= 0, f"loss decay = {self.decay}: expected a number of slots, or 0 for the block size")
+        require(0 <= self.dpace < 1, f"loss dpace = {self.dpace}: expected 0 (off) or a number below 1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,20 +103,42 @@ class TargetSettings:
 
 @dataclasses.dataclass(frozen=True)
 class DataSettings:
-    """Conversations in JSONL files; an anchor and at least one label of each must be the assistant's own tokens."""
+    """Conversations in JSONL or ArrayRecord files (one JSON object a line or entry); an anchor and at least one label
+    of each must be the assistant's own tokens."""
 
     paths: tuple[str, ...]
+    weights: tuple[float, ...] = ()
+    """The share of the steps that each path gets; empty: as many as its rows."""
     max_length: int = 4096
     num_anchors: int = 512
     min_supervised: int = 14
     validation_fraction: float = 0.05
     features: str = ""
     """Folder of cached target features (`python -m train.features`); empty: the target runs inside the step."""
+    packing: bool = False
+    """Rows of max_length hold as many conversations as fit; num_anchors are then drawn over all of a row."""
+    buckets: tuple[int, ...] = ()
+    """Row lengths, ascending: a batch has the smallest that holds its rows; empty: one that holds the longest."""
+    workers: int = 0
+    """Processes that make batches; 0: threads of this one."""
 
     def __post_init__(self) -> None:
-        _require(self.max_length >= 16, f"data max_length = {self.max_length}: expected at least 16 tokens")
-        _require(self.num_anchors >= 1, f"data num_anchors = {self.num_anchors}: expected at least 1")
-        _require(
+        require(
+            len(self.weights) in (0, len(self.paths)) and all(weight > 0 for weight in self.weights),
+            f"data weights = {self.weights}: expected a positive number for each of {len(self.paths)} paths",
+        )
+        require(
+            list(self.buckets) == sorted(set(self.buckets)) and all(length >= 16 for length in self.buckets),
+            f"data buckets = {self.buckets}: expected ascending lengths of at least 16",
+        )
+        require(
+            not self.buckets or self.buckets[-1] >= self.max_length,
+            f"data buckets = {self.buckets}: the last must hold max_length = {self.max_length}",
+        )
+        require(self.workers >= 0, f"data workers = {self.workers}: expected 0 or more")
+        require(self.max_length >= 16, f"data max_length = {self.max_length}: expected at least 16 tokens")
+        require(self.num_anchors >= 1, f"data num_anchors = {self.num_anchors}: expected at least 1")
+        require(
             0 < self.validation_fraction < 1,
             f"data validation_fraction = {self.validation_fraction}: expected a number between 0 and 1",
         )
@@ -235,23 +157,28 @@ class OptimizerSettings:
     clip_norm: float = 1.0
 
     def __post_init__(self) -> None:
-        _require(self.learning_rate > 0, f"optimizer learning_rate = {self.learning_rate}: expected a positive number")
-        _require(self.clip_norm > 0, f"optimizer clip_norm = {self.clip_norm}: expected a positive number")
+        require(self.learning_rate > 0, f"optimizer learning_rate = {self.learning_rate}: expected a positive number")
+        require(self.clip_norm > 0, f"optimizer clip_norm = {self.clip_norm}: expected a positive number")
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainSettings:
-    """Length and rhythm of a run. A step sees `batch_size` conversations."""
+    """Length and rhythm of a run. A step sees `batch_size` rows: conversations, or packs of them."""
 
     max_steps: int
     batch_size: int = 512
+    accumulation_steps: int = 1
+    """Parts that a step's batch is worked off in, one after the other, so that its memory is that of one part."""
     seed: int = 42
     start_from: str = ""
     """Folder of a drafter whose weights and draft vocabulary a new run starts with; empty: fresh weights."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Compute dtype of the drafter; master weights, losses and optimiser state are float32."""
     blocks_per_chunk: int = 128
-    """Vocabulary work runs over this many blocks at a time, so its memory does not grow with the anchors."""
+    """Blocks are drafted and scored so many at a time on each device: memory does not grow with the anchors."""
+    remat: Literal["all", "vocabulary", "none"] = "all"
+    """What of a chunk of blocks the backward pass computes again rather than keeps: drafts and logits, only the
+    logits, or nothing. A single chunk is kept as it is."""
     log_every: int = 10
     checkpoint_every: int = 500
     keep_checkpoints: int = 2
@@ -261,8 +188,29 @@ class TrainSettings:
     eval_tokens: int = 64
 
     def __post_init__(self) -> None:
-        for field in ("max_steps", "batch_size", "blocks_per_chunk", "log_every", "checkpoint_every"):
-            _require(getattr(self, field) > 0, f"train {field} = {getattr(self, field)}: expected a positive number")
+        positive = "max_steps", "batch_size", "accumulation_steps", "blocks_per_chunk", "log_every", "checkpoint_every"
+        for field in positive:
+            require(getattr(self, field) > 0, f"train {field} = {getattr(self, field)}: expected a positive number")
+        require(
+            self.batch_size % self.accumulation_steps == 0,
+            f"train batch_size = {self.batch_size} is not a multiple of accumulation_steps = {self.accumulation_steps}",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshSettings:
+    """How a run spreads over devices: rows of a batch over `data` times `fsdp`, weights and optimiser state over
+    `fsdp`, and the work of each layer over `tensor`."""
+
+    data: int = 0
+    """0: whatever the other two leave."""
+    fsdp: int = 1
+    tensor: int = 1
+
+    def __post_init__(self) -> None:
+        require(self.data >= 0, f"mesh data = {self.data}: expected 0 (all that is left) or more")
+        for field in ("fsdp", "tensor"):
+            require(getattr(self, field) > 0, f"mesh {field} = {getattr(self, field)}: expected a positive number")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -275,6 +223,7 @@ class Config:
     train: TrainSettings
     optimizer: OptimizerSettings = OptimizerSettings()
     loss: LossConfig = LossConfig()
+    mesh: MeshSettings = MeshSettings()
 
 
 def evenly_spaced_layers(num_target_layers: int, count: int) -> tuple[int, ...]:
@@ -286,7 +235,7 @@ def evenly_spaced_layers(num_target_layers: int, count: int) -> tuple[int, ...]:
 
 def drafter_config(settings: DraftSettings, target: TargetConfig) -> DrafterConfig:
     """The drafter that `settings` describe for `target`: its width, heads, rope and norms are the target's."""
-    _require(
+    require(
         settings.mask_token_id not in target.eos_token_ids,
         f"draft mask_token_id = {settings.mask_token_id} ends a text: choose an id that no text contains",
     )
@@ -311,4 +260,6 @@ def drafter_config(settings: DraftSettings, target: TargetConfig) -> DrafterConf
         confidence_head=settings.confidence_head,
         confidence_with_markov=settings.confidence_with_markov and settings.markov_rank > 0,
         draft_vocab_size=settings.draft_vocab_size,
+        embed_scale=target.embed_scale,
+        logit_softcap=target.logit_softcap,
     )

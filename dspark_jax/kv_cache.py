@@ -4,9 +4,10 @@ A cache holds positions 0, 1, ... of each sequence. Rolling back needs no write:
 are invisible (attention compares indices with limits) and are overwritten when that position is computed again.
 So speculation may write a whole block and commit only a part of it.
 
-`LayerCache` is dense, one row a sequence: training, calibration and `generate`. `PagedLayer` keeps the pages of all
-requests in one pool, for rounds that pack the tokens of many requests into one flat row: `serve`. Models know only
-the three methods that both have: `append`, `attend`, `attend_block`.
+`LayerCache` is dense, one row a sequence: calibration and `generate`. `PagedLayer` keeps the pages of all requests in
+one pool, for rounds that pack the tokens of many requests into one flat row: `serve`. `DocumentRows` are rows packed
+with several conversations: training. Models know only the three methods that all have: `append`, `attend`,
+`attend_block`.
 
 Keys lie transposed, [.., H, T]: both products of attention then read their cache in the order it is stored
 (twice as fast on a CPU, measured at 1 and 6 queries).
@@ -18,6 +19,8 @@ import jax
 import jax.numpy as jnp
 
 from dspark_jax.attention import DEFAULT, Rule, block_attention, causal_attention, paged_attention
+
+_QUERIES = 512
 
 
 class LayerCache(NamedTuple):
@@ -106,7 +109,50 @@ class PagedLayer(NamedTuple):
         return out_RGNH[:, None]
 
 
-Cache = LayerCache | PagedLayer
+class DocumentRows(NamedTuple):
+    """One layer's keys and values of rows that hold several documents (training): token s belongs to the document that
+    begins at start[s], and sees nothing before it. Positions count from there. `append` takes the whole row at once.
+    """
+
+    start_BS: jax.Array
+    k_BKHT: jax.Array
+    v_BKTH: jax.Array
+    block_start_BA: jax.Array | None = None
+
+    def append(self, k_BSKH: jax.Array, v_BSKH: jax.Array, position_BS: jax.Array) -> "DocumentRows":
+        """The keys and values of all S tokens."""
+        del position_BS
+        rows = from_rows(k_BSKH, v_BSKH, self.k_BKHT.dtype)
+        return self._replace(k_BKHT=rows.k_BKHT, v_BKTH=rows.v_BKTH)
+
+    def of_blocks(self, start_BA: jax.Array) -> "DocumentRows":
+        """The same rows as blocks see them whose documents begin at `start`."""
+        return self._replace(block_start_BA=start_BA)
+
+    def attend(self, q_BSNH: jax.Array, position_BS: jax.Array, rule: Rule = DEFAULT) -> jax.Array:
+        """Each token over its own document, [B, S, N, H] float32; `_QUERIES` rows at a time, so that no [S, S] array
+        of scores exists."""
+        length = q_BSNH.shape[1]
+        if length <= _QUERIES or length % _QUERIES:
+            return causal_attention(q_BSNH, self.k_BKHT, self.v_BKTH, position_BS, rule, self.start_BS)
+        parts = jax.tree.map(
+            lambda x: x.reshape(x.shape[0], -1, _QUERIES, *x.shape[2:]).swapaxes(0, 1),
+            (q_BSNH, position_BS, self.start_BS),
+        )
+        out = jax.lax.map(
+            lambda part: causal_attention(part[0], self.k_BKHT, self.v_BKTH, part[1], rule, part[2]), parts
+        )
+        return out.swapaxes(0, 1).reshape(q_BSNH.shape)
+
+    def attend_block(
+        self, q_BAGNH: jax.Array, k_BAGKH: jax.Array, v_BAGKH: jax.Array, limit_BA: jax.Array, rule: Rule = DEFAULT
+    ) -> jax.Array:
+        """Draft blocks over the first `limit` tokens of their document and over themselves, [B, A, G, N, H] float32."""
+        start_BA = self.block_start_BA
+        return block_attention(q_BAGNH, self.k_BKHT, self.v_BKTH, k_BAGKH, v_BAGKH, limit_BA, rule, start_BA)
+
+
+Cache = LayerCache | PagedLayer | DocumentRows
 
 
 def empty(batch: int, num_kv_heads: int, length: int, head_dim: int, dtype: jnp.dtype) -> LayerCache:
@@ -125,6 +171,12 @@ def empty_pages(
         jnp.zeros((pages, num_kv_heads, head_dim, page_size), dtype),
         jnp.zeros((pages, num_kv_heads, page_size, head_dim), dtype),
     )
+
+
+def empty_rows(start_BS: jax.Array, weight_dtype: jnp.dtype) -> DocumentRows:
+    """Rows whose keys and values `append` will bring, for weights of a dtype."""
+    nothing = jnp.zeros((0, 0, 0, 0), compute_dtype(weight_dtype))
+    return DocumentRows(start_BS, nothing, nothing)
 
 
 def from_rows(k_BSKH: jax.Array, v_BSKH: jax.Array, dtype: jnp.dtype) -> LayerCache:

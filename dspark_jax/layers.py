@@ -1,5 +1,7 @@
 """The four operations every model here is made of. Weights are stored [out, in]; results are float32."""
 
+from collections.abc import Callable
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -39,6 +41,17 @@ def _thin_dot(x_MI: jax.Array, w_OI: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier(flat_OM).T[:num_rows]
 
 
+def scaled_embedding(table_VD: jax.Array, ids: jax.Array, scale: float) -> jax.Array:
+    """Rows of the embedding times `scale`, float32. The factor is rounded to the table's dtype, as in training."""
+    rows = table_VD[ids].astype(jnp.float32)
+    return rows if scale == 1 else rows * jnp.asarray(scale, table_VD.dtype).astype(jnp.float32)
+
+
+def soft_cap(x: jax.Array, cap: float) -> jax.Array:
+    """cap tanh(x / cap); x itself where the cap is 0."""
+    return jnp.tanh(x / cap) * cap if cap else x
+
+
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     """Root-mean-square norm over the last axis, float32. `scale` has the shape of that axis."""
     x = x.astype(jnp.float32)
@@ -60,9 +73,15 @@ def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
-def gated_mlp(x: jax.Array, gate_FD: jax.Array, up_FD: jax.Array, down_DF: jax.Array) -> jax.Array:
-    """SwiGLU over the last axis: down(silu(gate x) * up x)."""
-    return linear(jax.nn.silu(linear(x, gate_FD)) * linear(x, up_FD), down_DF)
+def gated_mlp(
+    x: jax.Array,
+    gate_FD: jax.Array,
+    up_FD: jax.Array,
+    down_DF: jax.Array,
+    activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
+) -> jax.Array:
+    """SwiGLU over the last axis: down(silu(gate x) * up x), or with another activation."""
+    return linear(activation(linear(x, gate_FD)) * linear(x, up_FD), down_DF)
 
 
 normal_init = nn.initializers.normal(0.02)

@@ -16,13 +16,28 @@ _EPS = 1e-6
 
 
 class SlotTerms(NamedTuple):
-    """Unweighted terms of each slot, [...]; `acceptance` = 1 - TV(p, q), the chance that this draft survives."""
+    """Unweighted terms of each slot, [...]; `acceptance` = 1 - TV(p, q), the chance that this draft survives.
+
+    `label_q` is the label's probability, without a gradient; `base_ce` and `base_tv` are those of the logits before the
+    sequential head, zeros where nothing reads them.
+    """
 
     ce: jax.Array
     soft_ce: jax.Array
     tv: jax.Array
     confidence: jax.Array
     acceptance: jax.Array
+    label_q: jax.Array
+    base_ce: jax.Array
+    base_tv: jax.Array
+
+
+class Shares(NamedTuple):
+    """How much weight of ce and tv has moved, at this point of a run, to the soft cross-entropy and to the base logits
+    (LossConfig.soft_until and base_until)."""
+
+    soft: jax.Array | float = 0.0
+    base: jax.Array | float = 0.0
 
 
 def slot_terms(
@@ -31,29 +46,37 @@ def slot_terms(
     labels: jax.Array,
     teacher_logits: jax.Array,
     teacher_log_partition: jax.Array | None = None,
+    base_logits: jax.Array | None = None,
 ) -> SlotTerms:
     """Terms of slots [...] from draft and teacher logits [..., V] over the draft vocabulary.
 
     `labels` are draft ids; -1 marks a label outside a reduced vocabulary, whose cross-entropy is left out.
     `teacher_log_partition` [...] is the log-sum-exp over the target's whole vocabulary where `teacher_logits` covers
     a part of it: p then keeps its true mass and what lies outside counts as distance, as it does in verification.
+    `base_logits` [..., V]: the draft's logits before the sequential head.
     """
     logits, teacher_logits = logits.astype(jnp.float32), teacher_logits.astype(jnp.float32)
     log_q = jax.nn.log_softmax(logits, axis=-1)
     if teacher_log_partition is None:
         teacher_log_partition = jax.nn.logsumexp(teacher_logits, axis=-1)
     p = jnp.exp(teacher_logits - teacher_log_partition[..., None])
-    outside = 1.0 - jnp.sum(p, axis=-1)
-    tv = jnp.sum(jnp.abs(jnp.exp(log_q) - p), axis=-1) + jnp.maximum(outside, 0.0)
+    outside = jnp.maximum(1.0 - jnp.sum(p, axis=-1), 0.0)
+
+    def distances(log_q: jax.Array) -> tuple[jax.Array, jax.Array]:
+        picked = jnp.take_along_axis(log_q, jnp.maximum(labels, 0)[..., None], axis=-1)[..., 0]
+        return jnp.where(labels >= 0, -picked, 0.0), jnp.sum(jnp.abs(jnp.exp(log_q) - p), axis=-1) + outside
+
+    ce, tv = distances(log_q)
     acceptance = jnp.clip(1.0 - 0.5 * jax.lax.stop_gradient(tv), 0.0, 1.0)
-    picked = jnp.take_along_axis(log_q, jnp.maximum(labels, 0)[..., None], axis=-1)[..., 0]
-    ce = jnp.where(labels >= 0, -picked, 0.0)
     soft_ce = -jnp.sum(p * log_q, axis=-1)
     if confidence is None:
         bce = jnp.zeros_like(ce)
     else:
         bce = jax.nn.softplus(confidence) - acceptance * confidence
-    return SlotTerms(ce, soft_ce, tv, bce, acceptance)
+    zero = jnp.zeros_like(ce)
+    label_q = jnp.where(labels >= 0, jnp.exp(-jax.lax.stop_gradient(ce)), 0.0)
+    base = (zero, zero) if base_logits is None else distances(jax.nn.log_softmax(base_logits.astype(jnp.float32)))
+    return SlotTerms(ce, soft_ce, tv, bce, acceptance, label_q, *base)
 
 
 class LossSums(NamedTuple):
@@ -68,34 +91,53 @@ class LossSums(NamedTuple):
         return jax.tree.map(jnp.add, self, other)
 
 
+def _slot_weights(terms_BAG: SlotTerms, mask_BAG: jax.Array, config: LossConfig) -> jax.Array:
+    """What each slot weighs, 0 outside the mask (float32 [..., G])."""
+    if config.dpace:
+        # Unsupervised slots lie behind the supervised ones: they change no product, and have no survival to add.
+        survives = (1.0 - config.dpace) * terms_BAG.label_q + config.dpace
+        alive = jnp.cumprod(jnp.where(mask_BAG > 0, survives, 1.0), axis=-1)
+        return jnp.flip(jnp.cumsum(jnp.flip(alive * mask_BAG, -1), axis=-1), -1) * mask_BAG
+    slot_G = jnp.exp(-jnp.arange(mask_BAG.shape[-1], dtype=jnp.float32) / (config.decay or mask_BAG.shape[-1]))
+    return mask_BAG * slot_G.reshape((1,) * (mask_BAG.ndim - 1) + slot_G.shape)
+
+
 def loss_sums(terms_BAG: SlotTerms, mask_BAG: jax.Array, config: LossConfig) -> LossSums:
-    """Sums slots that `mask` marks as supervised; slot i weighs exp(-i / decay)."""
+    """Sums slots that `mask` marks as supervised, weighted as LossConfig says."""
     mask_BAG = mask_BAG.astype(jnp.float32)
-    slot_G = jnp.exp(-jnp.arange(mask_BAG.shape[-1], dtype=jnp.float32) / config.decay)
-    weight_BAG = mask_BAG * slot_G.reshape((1,) * (mask_BAG.ndim - 1) + slot_G.shape)
+    weight_BAG = _slot_weights(terms_BAG, mask_BAG, config)
     survival_BAG = jnp.cumprod(terms_BAG.acceptance * mask_BAG, axis=-1)
+    blocks = jnp.sum(mask_BAG[..., 0])
     return LossSums(
         terms=jax.tree.map(lambda term: jnp.sum(jnp.where(weight_BAG > 0, term * weight_BAG, 0.0)), terms_BAG),
-        weight=jnp.sum(weight_BAG),
+        weight=blocks if config.dpace else jnp.sum(weight_BAG),
         accepted=jnp.sum(survival_BAG),
-        blocks=jnp.sum(mask_BAG[..., 0]),
+        blocks=blocks,
     )
 
 
+def numerator(terms: SlotTerms, config: LossConfig, shares: Shares) -> jax.Array:
+    """The loss before its division. It is linear in the terms: sums of it over parts of a batch, and gradients of
+    those sums, are divided by the weight of the whole batch."""
+    hard, base = config.ce * terms.ce + config.tv * terms.tv, config.ce * terms.base_ce + config.tv * terms.base_tv
+    hard = (1.0 - shares.base) * hard + shares.base * base
+    return shares.soft * terms.soft_ce + (1.0 - shares.soft) * hard + config.confidence * terms.confidence
+
+
+def denominator(sums: LossSums) -> jax.Array:
+    """What `numerator` of a whole batch, and its gradient, are divided by."""
+    return sums.weight + _EPS
+
+
 def total_loss(
-    sums: LossSums, config: LossConfig, soft: jax.Array | float = 0.0
+    sums: LossSums, config: LossConfig, shares: Shares | None = None
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The loss and its parts. `soft` in [0, 1] moves weight from the paper's CE and TV to the soft cross-entropy
-    against the teacher's law, whose gradient does not vanish while the drafter still knows nothing."""
-    denominator = sums.weight + _EPS
-    ce, soft_ce, tv, confidence, acceptance = (term / denominator for term in sums.terms)
-    hard = config.ce * ce + config.tv * tv
-    loss = soft * soft_ce + (1.0 - soft) * hard + config.confidence * confidence
-    tau = 1.0 + sums.accepted / jnp.maximum(sums.blocks, 1.0)
-    metrics = {
-        "ce": ce, "soft_ce": soft_ce, "tv": tv, "confidence": confidence, "acceptance": acceptance, "tau": tau
-    }  # fmt: skip
-    return loss, metrics
+    """The loss and its parts. `shares.soft` moves weight from the paper's CE and TV to the soft cross-entropy against
+    the teacher's law, whose gradient does not vanish while the drafter still knows nothing."""
+    means = jax.tree.map(lambda term: term / denominator(sums), sums.terms)
+    shown = {name: value for name, value in means._asdict().items() if config.base_until or "base" not in name}
+    metrics = shown | {"tau": 1.0 + sums.accepted / jnp.maximum(sums.blocks, 1.0)}
+    return numerator(means, config, shares or Shares()), metrics
 
 
 def drafter_loss(

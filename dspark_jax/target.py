@@ -1,4 +1,4 @@
-"""The frozen decoder-only target: logits, feature taps, cached forward. Llama-type and Qwen3-type blocks."""
+"""The frozen decoder-only target: logits, feature taps, cached forward, for every family of `TargetConfig`."""
 
 import dataclasses
 import functools
@@ -10,9 +10,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
-from dspark_jax import kv_cache, layers
-from dspark_jax.config import ConfigError, TargetConfig
+from dspark_jax import kv_cache, layers, rotary
+from dspark_jax.attention import Rule
+from dspark_jax.config import ConfigError, LayerShape, TargetConfig
+from dspark_jax.gemma import GemmaBlock
 from dspark_jax.kv_cache import Cache, LayerCache
 
 Params = dict[str, Any]
@@ -36,13 +39,15 @@ class Features(NamedTuple):
 
 
 class Block(nn.Module):
-    """One decoder layer: grouped-query attention with rotary positions, then a gated MLP, both pre-norm."""
+    """One decoder layer: grouped-query attention with rotary positions, then a gated MLP, both pre-norm. Llama,
+    Mistral, Qwen2 (a bias on q, k and v) and Qwen3 (norms of q and k)."""
 
     config: TargetConfig
+    shape: LayerShape
 
     @nn.compact
     def __call__(self, x_BSD: jax.Array, position_BS: jax.Array, cache: Cache | None) -> tuple[jax.Array, Cache | None]:
-        c = self.config
+        c, shape = self.config, self.shape
         group = c.num_heads // c.num_kv_heads
         # One weight for q, k and v, grouped by key/value head: one dot, and a tensor-parallel split is by whole groups.
         qkv = self.param("qkv", layers.normal_init, (c.num_kv_heads, group + 2, c.head_dim, c.d_model))
@@ -53,18 +58,21 @@ class Block(nn.Module):
 
         normed_BSD = layers.rms_norm(x_BSD, self.param("attn_norm", _ones, (c.d_model,)), c.norm_eps)
         qkv_BSKJH = layers.linear(normed_BSD, qkv)
+        if c.qkv_bias:
+            bias_KJH = self.param("qkv_bias", nn.initializers.zeros, qkv.shape[:-1])
+            qkv_BSKJH += bias_KJH[None, None].astype(jnp.float32)
         q_BSNH = qkv_BSKJH[..., :group, :].reshape(*x_BSD.shape[:2], c.num_heads, c.head_dim)
         k_BSKH, v_BSKH = qkv_BSKJH[..., group, :], qkv_BSKJH[..., group + 1, :]
         if c.qk_norm:
             q_BSNH = layers.rms_norm(q_BSNH, self.param("q_norm", _ones, (c.head_dim,)), c.norm_eps)
             k_BSKH = layers.rms_norm(k_BSKH, self.param("k_norm", _ones, (c.head_dim,)), c.norm_eps)
-        table = layers.rotary_table(position_BS, c.head_dim, c.rope_theta)
+        table = rotary.table(position_BS, c.head_dim, shape.rope_theta, shape.rope_scaling)
         q_BSNH, k_BSKH = layers.rotate(q_BSNH, table), layers.rotate(k_BSKH, table)
         if cache is None:
             context = kv_cache.from_rows(k_BSKH, v_BSKH, kv_cache.compute_dtype(qkv.dtype))
         else:
             context = cache = cache.append(k_BSKH, v_BSKH, position_BS)
-        out_BSNH = context.attend(q_BSNH, position_BS)
+        out_BSNH = context.attend(q_BSNH, position_BS, Rule(c.attention_scale or None, window=shape.window))
         x_BSD = x_BSD + layers.linear(out_BSNH.reshape(*x_BSD.shape[:2], -1), o.reshape(c.d_model, -1))
 
         normed_BSD = layers.rms_norm(x_BSD, self.param("mlp_norm", _ones, (c.d_model,)), c.norm_eps)
@@ -88,11 +96,14 @@ class TargetModel(nn.Module):
         table_VD = self.param("embed", layers.normal_init, (c.vocab_size, c.d_model))
         if not c.tied_head:
             self.param("head", layers.normal_init, (c.vocab_size, c.d_model))
-        x_BSD = table_VD[tokens_BS].astype(jnp.float32)
+        x_BSD = layers.scaled_embedding(table_VD, tokens_BS, c.embed_scale)
         tapped = {-1: x_BSD}
         new_caches: list[Cache] = []
+        block = GemmaBlock if c.gemma else Block
         for i in range(c.num_layers):
-            x_BSD, cache = Block(c, name=f"layers_{i}")(x_BSD, position_BS, None if caches is None else caches[i])
+            x_BSD, cache = block(c, c.layer(i), name=f"layers_{i}")(
+                x_BSD, position_BS, None if caches is None else caches[i]
+            )
             tapped[i] = x_BSD
             if cache is not None:
                 new_caches.append(cache)
@@ -126,23 +137,22 @@ def head_table(params: Params) -> jax.Array:
     return params.get("head", params["embed"])
 
 
-def logits(params: Params, hidden: jax.Array) -> jax.Array:
-    """Float32 logits [..., V] of post-norm hidden states [..., D]."""
-    return layers.linear(hidden, head_table(params))
+def logits(params: Params, hidden: jax.Array, softcap: float = 0.0) -> jax.Array:
+    """Float32 logits [..., V] of post-norm hidden states [..., D]; `softcap` is the config's `logit_softcap`."""
+    return layers.soft_cap(layers.linear(hidden, head_table(params)), softcap)
 
 
 def init_caches(config: TargetConfig, batch: int, length: int, dtype: jnp.dtype) -> list[LayerCache]:
     """Empty caches for weights of `dtype`."""
     dtype = kv_cache.compute_dtype(dtype)
-    return [
-        kv_cache.empty(batch, config.num_kv_heads, length, config.head_dim, dtype) for _ in range(config.num_layers)
-    ]
+    shapes = [config.layer(i) for i in range(config.num_layers)]
+    return [kv_cache.empty(batch, shape.num_kv_heads, length, shape.head_dim, dtype) for shape in shapes]
 
 
 @functools.partial(jax.jit, static_argnames=("config", "tap_layers"))
 def _forward(config: TargetConfig, params: Params, tokens_BS: jax.Array, tap_layers: tuple[int, ...]) -> TargetOutput:
     hidden_BSD, taps_BSMD, _ = features(config, params, tokens_BS, tap_layers=tap_layers)
-    return TargetOutput(logits(params, hidden_BSD), hidden_BSD, taps_BSMD)
+    return TargetOutput(logits(params, hidden_BSD, config.logit_softcap), hidden_BSD, taps_BSMD)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -171,18 +181,20 @@ class Target:
         return _forward(self.config, self.params, jnp.asarray(tokens), tuple(tap_layers))
 
 
-def load_target(path: str | Path, dtype: str = "float32") -> Target:
-    """Loads a target from a Hugging Face safetensors directory, a .gguf file, or the name "smollm2-135m".
+def load_target(path: str | Path, dtype: str = "float32", mesh: Mesh | None = None) -> Target:
+    """Loads a target from a Hugging Face safetensors directory or Hub id (`org/name`, `org/name@revision`), a .gguf
+    file, or the name "smollm2-135m".
 
     `dtype` (float32 or bfloat16) is the compute dtype: weights and caches are held in it, softmax, norms, residual
-    stream and logits stay float32. Raises ConfigError naming the file or tensor that cannot be used.
+    stream and logits stay float32. With `mesh`, weights go straight into the shardings of sharding.py, and each
+    process reads only what its own devices hold. Raises ConfigError naming the file or tensor that cannot be used.
     """
     from dspark_jax.weights.locate import read_target
+    from dspark_jax.weights.tree import Placement
 
     if dtype not in ("float32", "bfloat16"):
         raise ConfigError(f"dtype = {dtype!r}: expected 'float32' or 'bfloat16'")
-    config, params, tokenizer = read_target(path)
-    return Target(config, cast_params(params, dtype), tokenizer)
+    return Target(*read_target(path, Placement(dtype, mesh)))
 
 
 def cast_params(params: Params, dtype: str) -> Params:

@@ -1,5 +1,6 @@
 """What train.conversations and train.data promise: exact masks, counted skips, valid anchors, resumable order."""
 
+import collections
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from array_record.python import array_record_module
 
 from dspark_jax.config import ConfigError, DataSettings
 from train import data
@@ -43,6 +45,15 @@ def load(path: Path, records: Iterable[dict[str, Any]], **settings: Any) -> Conv
 def records(tmp_path_factory: pytest.TempPathFactory) -> list:
     made = [talk(f"question {i}", "answer " * (1 + i % 7)) for i in range(40)]
     return load(tmp_path_factory.mktemp("data") / "x.jsonl", made).records
+
+
+def grouped(records: list, **settings: Any) -> list[data.Group]:
+    chosen = DataSettings(("x",), **({"max_length": 256, "num_anchors": 4, "min_supervised": 2} | settings))
+    return data.groups(records, chosen, data.sizes(records, chosen))
+
+
+def same(left: dict, right: dict) -> bool:
+    return left.keys() == right.keys() and all(np.array_equal(left[name], right[name]) for name in left)
 
 
 def own_text(record: Any) -> str:
@@ -136,10 +147,10 @@ def test_a_line_separator_inside_a_string_ends_no_line(tmp_path: Path) -> None:
 
 
 def test_anchors_are_valid_distinct_sorted_and_fresh_in_every_epoch(records: list) -> None:
-    size = data.sizes(records, DataSettings(("x",), max_length=256, num_anchors=8, min_supervised=2))
-    assert size.anchors == 8
+    made = grouped(records, num_anchors=8)
+    assert [group.size.anchors for group in made] == [8]
     drawn: dict[bytes, set[bytes]] = {}
-    iterator = data.batches(records, size, 4, seed=0)
+    iterator = data.batches(made, 4, seed=0)
     for _ in range(30):
         batch = next(iterator)
         for tokens, supervised, anchors, keep in zip(*(batch[name] for name in batch_names), strict=True):
@@ -157,41 +168,154 @@ batch_names = ("tokens", "supervised", "anchors", "keep")
 
 
 def test_an_epoch_shows_every_record_once(records: list) -> None:
-    size = data.Sizes(256, 4)
-    iterator = data.batches(records, size, 8, seed=1)
+    iterator = data.batches(grouped(records), 8, seed=1)
     seen = [row.tobytes() for _ in range(len(records) // 8) for row in next(iterator)["tokens"]]
     assert len(set(seen)) == len(seen) == len(records)
 
 
-def test_the_iterator_goes_on_exactly_where_its_state_says(records: list) -> None:
-    size = data.Sizes(256, 4)
-    straight = data.batches(records, size, 4, seed=3)
+@pytest.mark.parametrize("settings", [{}, {"buckets": (64, 96, 256)}, {"packing": True}])
+def test_a_batch_is_a_function_of_its_number(records: list, settings: dict) -> None:
+    made = grouped(records, **settings)
+    straight = data.batches(made, 4, seed=3)
     for _ in range(13):
         next(straight)
-    place = json.loads(json.dumps(straight.get_state()))
-    resumed = data.batches(records, size, 4, seed=3)
-    resumed.set_state(place)
+    resumed = data.batches(made, 4, seed=3, first=13)
     for _ in range(10):
-        left, right = next(straight), next(resumed)
-        assert all(np.array_equal(left[name], right[name]) for name in batch_names)
+        assert same(next(straight), next(resumed))
+
+
+def test_hosts_split_every_batch_between_them(records: list) -> None:
+    made = grouped(records)
+    whole = data.batches(made, 4, seed=3)
+    parts = [data.batches(made, 4, seed=3, shard=data.Shard(index, 2)) for index in range(2)]
+    for _ in range(12):
+        batch, (first, second) = next(whole), (next(part) for part in parts)
+        assert same({name: batch[name][0::2] for name in batch}, first)
+        assert same({name: batch[name][1::2] for name in batch}, second)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of the packages that the workers import
+def test_worker_processes_make_the_same_batches(records: list) -> None:
+    made = grouped(records)
+    for first in (0, 3):
+        alone, helped = (data.batches(made, 4, seed=5, first=first, workers=workers) for workers in (0, 2))
+        for _ in range(8):
+            assert same(next(alone), next(helped))
+
+
+def test_packs_hold_every_record_once_and_waste_little(records: list) -> None:
+    rows = data.pack(records, 256)
+    assert sorted(record.number for row in rows for record in row) == [record.number for record in records]
+    assert all(sum(len(record.tokens) for record in row) <= 256 for row in rows)
+    tokens = sum(len(record.tokens) for record in records)
+    assert len(rows) <= 1.1 * tokens / 256 + 1
+    packed, alone = (data.padding(grouped(records, packing=packing))[0] for packing in (True, False))
+    assert packed < 0.15 < alone
+
+
+def test_a_pack_is_its_conversations_one_behind_the_other(records: list) -> None:
+    row = max(data.pack(records, 256), key=len)
+    made = data.element(row, data.Sizes(256, 500), np.random.default_rng(0))
+    begin, anchors = 0, []
+    for record in row:
+        end = begin + len(record.tokens)
+        assert made["tokens"][begin:end].tolist() == record.tokens.tolist()
+        assert made["supervised"][begin:end].tolist() == record.supervised.tolist()
+        assert (made["start"][begin:end] == begin).all()
+        anchors += (record.anchors + begin).tolist()
+        begin = end
+    assert made["used"] == begin
+    assert (made["start"][begin:] == begin).all() and not made["supervised"][begin:].any()
+    assert made["anchors"][made["keep"]].tolist() == anchors
+
+
+def test_rows_take_the_smallest_bucket_that_holds_them(records: list) -> None:
+    made = grouped(records, buckets=(64, 96, 256))
+    assert [group.size.length for group in made] == [64, 96]
+    for group in made:
+        assert all(group.size.length * 2 // 3 < len(record.tokens) <= group.size.length or group.size.length == 64
+                   for (record,) in group.rows)  # fmt: skip
+    assert sum(len(group.rows) for group in made) == len(records)
+    iterator, counts = data.batches(made, 2, seed=0), collections.Counter()
+    for _ in range(40):
+        counts[next(iterator)["tokens"].shape[1]] += 1
+    for group in made:
+        assert counts[group.size.length] == pytest.approx(40 * len(group.rows) / len(records), abs=2)
+    assert data.padding(made)[0] < data.padding(grouped(records))[0]
+
+
+def test_sources_come_as_often_as_their_weights_say(tmp_path: Path) -> None:
+    paths = tuple(
+        write(tmp_path / name, [talk(f"{name} {i}", letter * 40) for i in range(count)])
+        for name, letter, count in (("a.jsonl", "a", 20), ("b.jsonl", "b", 5))
+    )
+    settings = DataSettings(paths, weights=(1.0, 3.0), max_length=256, min_supervised=2)
+    loaded = load_conversations(settings, TOKENIZER, VOCAB).records
+    assert [record.source for record in loaded] == [0] * 20 + [1] * 5
+    made = data.groups(loaded, settings, data.sizes(loaded, settings))
+    b, iterator = TOKENIZER.encode("b")[0], data.batches(made, 5, seed=0)
+    of_b = [bool((next(iterator)["tokens"] == b).sum() > 40) for _ in range(40)]
+    assert sum(of_b) == 30
+    with pytest.raises(ConfigError, match="a positive number for each of 2 paths"):
+        DataSettings(paths, weights=(1.0,))
+    (tmp_path / "b.jsonl").write_text("")
+    with pytest.raises(ConfigError, match=r"b\.jsonl: has a weight of data weights but no usable conversation"):
+        load_conversations(settings, TOKENIZER, VOCAB)
+
+
+def test_array_records_are_read_like_lines(tmp_path: Path) -> None:
+    made = [talk(f"question {i}", "answer " * (1 + i % 7)) for i in range(9)]
+    path = tmp_path / "x.array_record"
+    writer = array_record_module.ArrayRecordWriter(str(path), "group_size:1")
+    for record in made:
+        writer.write(json.dumps(record).encode())
+    writer.close()
+    settings = DataSettings((str(path),), max_length=256, min_supervised=2)
+    read = load_conversations(settings, TOKENIZER, VOCAB).records
+    lines = load(tmp_path / "x.jsonl", made).records
+    assert [record.tokens.tolist() for record in read] == [record.tokens.tolist() for record in lines]
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(ConfigError, match=r"x\.array_record: not a whole ArrayRecord file"):
+        load_conversations(settings, TOKENIZER, VOCAB)
+
+
+def test_thinking_is_recorded(tmp_path: Path) -> None:
+    thought = talk("hi", "<think>well</think>hello")
+    made = [talk("hi", "hello"), thought, talk("hi", "hello") | {"thinking": True}, thought | {"thinking": False}]
+    assert [record.thinking for record in load(tmp_path / "x.jsonl", made).records] == [False, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"buckets": (64, 32)}, "ascending"),
+        ({"buckets": (64,)}, "the last must hold max_length = 256"),
+        ({"workers": -1}, "workers = -1"),
+    ],
+)
+def test_data_settings_that_fit_nothing_are_refused(settings: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DataSettings(("x",), max_length=256, **settings)
 
 
 def test_one_shape_holds_every_record(records: list) -> None:
     settings = DataSettings(("x",), max_length=256, num_anchors=1000, min_supervised=2)
-    size = data.sizes(records, settings)
+    (size,) = data.sizes(records, settings)
+    made = data.groups(records, settings, [size])
     longest = max(len(record.tokens) for record in records)
     assert longest <= size.length <= min(256, longest * 3 // 2)
     assert size.anchors == max(len(record.anchors) for record in records)
     assert all(len(record.tokens) <= size.length for record in records)
-    tokens, anchors = data.padding(records, size)
-    batch = next(data.batches(records, size, len(records), seed=0))
+    tokens, anchors = data.padding(made)
+    batch = next(data.batches(made, len(records), seed=0))
     assert anchors == pytest.approx(1 - batch["keep"].mean())
     assert tokens == pytest.approx(1 - sum(len(record.tokens) for record in records) / batch["tokens"].size)
 
 
 def test_held_out_batches_hold_each_record_once_and_fillers_supervise_nothing(records: list) -> None:
-    size = data.Sizes(256, 4)
-    left, right = (list(data.held_out_batches(records[:5], size, 4, seed=0)) for _ in range(2))
+    size, rows = data.Sizes(256, 4), [(record,) for record in records[:5]]
+    left, right = (list(data.held_out_batches(rows, size, 4, seed=0)) for _ in range(2))
     assert len(left) == 2
     assert all(np.array_equal(a[name], b[name]) for a, b in zip(left, right, strict=True) for name in batch_names)
     assert left[1]["keep"].any(axis=1).tolist() == [True, False, False, False]
@@ -226,11 +350,12 @@ def test_the_draft_vocabulary_is_the_most_frequent_supervised_ids(tmp_path: Path
 
 
 def test_the_fingerprint_sees_records_order_and_settings(records: list) -> None:
-    known = data.fingerprint(records, batch_size=4)
-    assert known == data.fingerprint(list(records), batch_size=4)
-    others = [data.fingerprint(records[1:], batch_size=4), data.fingerprint(records[::-1], batch_size=4)]
-    others.append(data.fingerprint(records, batch_size=8))
-    assert known not in others
+    known = data.fingerprint(grouped(records), batch_size=4)
+    assert known == data.fingerprint(grouped(list(records)), batch_size=4)
+    others = [data.fingerprint(grouped(r), batch_size=4) for r in (records[1:], records[::-1])]
+    others += [data.fingerprint(grouped(records), batch_size=8)]
+    others += [data.fingerprint(grouped(records, packing=True), batch_size=4)]
+    assert len({known, *others}) == 5
 
 
 def test_the_conversations_of_the_smoke_run_can_all_be_used() -> None:

@@ -12,7 +12,7 @@ from dspark_jax.config import Config, ConfigError
 from train import data, features, setup
 from train.evaluate import to_batch
 from train.main import load_config
-from train.step import eval_step, init_state
+from train.step import eval_step
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "tiny.py"
 
@@ -40,11 +40,11 @@ def with_cache(config: Config, cache: Path, **draft: object) -> Config:
 
 def test_online_and_cached_give_the_same_loss(config: Config, cache: Path) -> None:
     run = setup.build(with_cache(config, cache), None)
-    rows = [data.element(record, run.size, np.random.default_rng(0), run.features) for record in run.train[:4]]
+    rows = [data.element((record,), run.shapes[0], np.random.default_rng(0), run.features) for record in run.train[:4]]
     cached = to_batch(jax.tree.map(lambda *leaves: np.stack(leaves), *rows))
-    state = init_state(run.drafter, run.config)
-    online = eval_step(run.models, state.params, run.weights, cached._replace(features=None))
-    for name, value in eval_step(run.models, state.params, run.weights, cached).items():
+    state = run.first_state()
+    online = eval_step(run.models, run.mesh, state.params, run.weights, cached._replace(features=None))
+    for name, value in eval_step(run.models, run.mesh, state.params, run.weights, cached).items():
         np.testing.assert_allclose(value, online[name], rtol=1e-5, atol=1e-5, err_msg=name)
 
 

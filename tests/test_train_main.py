@@ -68,7 +68,7 @@ def test_a_run_leaves_checkpoints_scalars_and_drafters(straight: Path) -> None:
     for tag in (
         "train/loss", "train/ce", "train/tv", "train/confidence", "train/tau", "train/acceptance_by_slot/4",
         "train/learning_rate", "train/grad_norm", "train/update_norm", "train/blocks_per_second",
-        "train/tokens_per_second", "held_out/loss", "held_out/accepted_length/temperature_0",
+        "train/tokens_per_second", "train/padding", "held_out/loss", "held_out/accepted_length/temperature_0",
     ):  # fmt: skip
         assert tag.encode() in written, tag
 
@@ -121,6 +121,7 @@ def test_sigterm_saves_and_a_resumed_run_ends_where_a_straight_one_does(
         (["--draft.mask-token-id", "258"], "mask_token_id = 258 ends a text"),
         (["--draft.layout", "fill_in"], "draft layout = 'fill_in'"),
         (["--train.eval-tokens", "510"], "train eval_tokens = 510"),
+        (["--mesh.fsdp", "3"], "mesh data = 0, fsdp = 3, tensor = 1: there are 1 devices"),
         (["--resume"], "holds no checkpoint to resume from"),
     ],
 )
@@ -200,23 +201,25 @@ def test_skipped_batches_are_counted_and_kept_out_of_the_means(
 ) -> None:
     with report(tmp_path) as shown:
         for i in range(6):
-            shown.add(metrics(float("nan") if i % 3 == 0 else 2.0, i % 3 == 0), tokens=5)
+            shown.add(metrics(float("nan") if i % 3 == 0 else 2.0, i % 3 == 0), tokens=5, places=10)
         shown.flush(6)
     assert shown.skipped == 2
-    assert "loss 2.0000" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "loss 2.0000" in out
+    assert "padding 0.50" in out
 
 
 def test_twenty_skipped_batches_in_a_row_end_the_run(tmp_path: Path) -> None:
     with report(tmp_path) as shown:
         for step in range(1, 20):
-            shown.add(metrics(float("nan"), True), tokens=5)
+            shown.add(metrics(float("nan"), True), tokens=5, places=10)
             if step % 5 == 0:
                 shown.flush(step)
-        shown.add(metrics(1.0, False), tokens=5)  # one good batch starts the count again
+        shown.add(metrics(1.0, False), tokens=5, places=10)  # one good batch starts the count again
         for _ in range(19):
-            shown.add(metrics(float("nan"), True), tokens=5)
+            shown.add(metrics(float("nan"), True), tokens=5, places=10)
         shown.flush(39)
-        shown.add(metrics(float("nan"), True), tokens=5)
+        shown.add(metrics(float("nan"), True), tokens=5, places=10)
         with pytest.raises(ConfigError, match="20 batches in a row"):
             shown.flush(40)
 
@@ -228,8 +231,10 @@ def test_a_run_can_start_from_a_written_drafter(
     start = str(straight / "drafter")
     config = load_config(CONFIG)
     run_ = setup.build(dataclasses.replace(config, train=dataclasses.replace(config.train, start_from=start)), None)
+    first = run_.first_state()
+    assert int(first.step) == 0
     assert run_.draft_vocabulary is not None and run_.draft_vocabulary.tolist() == facts.draft_vocabulary
-    for given, trained in zip(jax.tree.leaves(run_.start_params), jax.tree.leaves(state.params), strict=True):
+    for given, trained in zip(jax.tree.leaves(first.params), jax.tree.leaves(state.params), strict=True):
         np.testing.assert_allclose(np.asarray(given), np.asarray(trained), rtol=2**-8)
     assert run(tmp_path, "--train.start-from", start, "--draft.block-size", "3") == 2
     assert "its block_size differ from the run's draft settings" in capsys.readouterr().err

@@ -214,7 +214,7 @@ def rotate(x_SH: np.ndarray, interleaved: bool) -> np.ndarray:
 def test_attention_scores_need_the_row_order_undone(tmp_path: Path) -> None:
     """llama.cpp rotates neighbours, this project halves: equal scores with the rows undone, junk without."""
     stored = tiny_tensors("llama")
-    qkv = read_gguf(write_gguf(tmp_path / "m.gguf", "llama", stored))[1]["layers_0"]["qkv"]
+    qkv = np.asarray(read_gguf(write_gguf(tmp_path / "m.gguf", "llama", stored))[1]["layers_0"]["qkv"])
     x_SD = np.random.default_rng(2).normal(size=(6, D))
     q, k = stored["blk.0.attn_q.weight"][:H], stored["blk.0.attn_k.weight"][:H]
 

@@ -18,30 +18,33 @@ _STATE, _RUN = "state", "run"
 class RunFacts:
     """What a resumed run must know beside the arrays. All of it is JSON.
 
-    `data` is the fingerprint of the data (train.data.fingerprint), `place` the iterator's state, `data_seed` what it
-    was seeded with. `draft_vocabulary` belongs to the weights: it is never computed again. `best` is the best
-    accepted length so far, None before the first evaluation.
+    `data` is the fingerprint of the data (train.data.fingerprint), `place` the number of the next batch, `data_seed`
+    what the order was seeded with. `draft_vocabulary` belongs to the weights: it is never computed again. `best` is
+    the best accepted length so far, None before the first evaluation.
     """
 
     step: int
     drafter: dict[str, Any]
     data: str
     data_seed: int
-    place: dict[str, Any]
+    place: int
     draft_vocabulary: list[int] | None
     best: float | None
     config: dict[str, Any]
 
 
 class Checkpoints:
-    """The last `keep` checkpoints in `directory`. Writes happen in the background; errors show up one call later."""
+    """The last `keep` checkpoints in `directory`, and the one that measured best. Writes happen in the background;
+    errors show up one call later. With several processes each writes and reads its own parts of the arrays."""
 
     def __init__(self, directory: Path, keep: int) -> None:
         self._directory = directory.absolute()
+        policies = ocp.training.preservation_policies
+        best = policies.BestN(get_metric_fn=_accepted_length, n=1, keep_checkpoints_without_metrics=False)
         try:
             self._checkpointer = ocp.training.Checkpointer(
                 str(self._directory),
-                preservation_policy=ocp.training.preservation_policies.LatestN(keep),  # type: ignore[arg-type]
+                preservation_policy=policies.AnyPreservationPolicy([policies.LatestN(keep), best]),  # type: ignore[arg-type]
                 cleanup_tmp_directories=True,
             )
         except OSError as error:
@@ -55,13 +58,19 @@ class Checkpoints:
         newest = self._checkpointer.latest
         return None if newest is None else newest.step
 
-    def save(self, state: Any, facts: RunFacts) -> None:
-        """Starts writing. Raises ConfigError when this write or the one before it fails, as on a full disk."""
+    def save(self, state: Any, facts: RunFacts, accepted_length: float | None = None) -> None:
+        """Starts writing; `accepted_length` is what this state measured, if it was measured.
+
+        Raises ConfigError when this write or the one before it fails, as on a full disk.
+        """
         self.wait()
         run = json.loads(json.dumps(dataclasses.asdict(facts)))
         try:
             self._writing = self._checkpointer.save_checkpointables_async(
-                facts.step, {_STATE: state, _RUN: run}, force=True
+                facts.step,
+                {_STATE: state, _RUN: run},
+                force=True,
+                metrics=None if accepted_length is None else {"accepted_length": accepted_length},
             )
         except Exception as error:
             raise self._cannot_write(error) from error
@@ -133,3 +142,7 @@ def check_drafter(facts: RunFacts, config: DrafterConfig, directory: Path) -> No
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _accepted_length(metrics: Any) -> float:
+    return metrics["accepted_length"]

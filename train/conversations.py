@@ -1,14 +1,16 @@
-"""Conversations in JSONL files to token rows with a mask of what the target itself would have said."""
+"""Conversations in files to token rows with a mask of what the target itself would have said."""
 
 import collections
 import dataclasses
 import hashlib
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from array_record.python import array_record_module  # pyright: ignore[reportAttributeAccessIssue]
 
 from dspark_jax.config import ConfigError, DataSettings
 from dspark_jax.weights.tokenizer import ChatTokenizer
@@ -19,6 +21,7 @@ _ROLES = {
     "assistant": "assistant", "gpt": "assistant",
     "tool": "tool", "function": "tool", "observation": "tool",
 }  # fmt: skip
+_ENTRIES = 1024  # of an ArrayRecord file at a time
 _PASSED_ON = ("tool_calls", "tool_call_id", "name")  # what chat templates read beside role and content
 
 
@@ -27,7 +30,8 @@ class Record:
     """One conversation: ids [S] int32, and whether each is the assistant's own, hence supervised [S] bool.
 
     `number` counts kept records in the order of the files; `split_key` in [0, 1) depends on the prompt's text alone.
-    `regenerated` says that train.regenerate wrote the answer, so it is the target's own.
+    `regenerated` says that train.regenerate wrote the answer, so it is the target's own; `thinking` that the assistant
+    thinks aloud in it; `source` which of the paths it is from.
     """
 
     tokens: np.ndarray
@@ -35,6 +39,8 @@ class Record:
     number: int
     split_key: float
     regenerated: bool
+    thinking: bool
+    source: int
 
     @property
     def prompt(self) -> list[int]:
@@ -86,6 +92,29 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
             yield number, record
 
 
+def read_array_record(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Entry numbers (from 1) and JSON objects of an ArrayRecord file. Raises ConfigError naming file and entry."""
+    if not Path(path).is_file():
+        raise ConfigError(f"{path}: cannot read it (no such file)")
+    try:
+        reader = array_record_module.ArrayRecordReader(str(path))
+        count = reader.num_records()
+        if not count:
+            raise ValueError("it has no record that can be read")
+        parts = [reader.read(start, min(start + _ENTRIES, count)) for start in range(0, count, _ENTRIES)]
+    except Exception as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"{path}: not a whole ArrayRecord file ({reason}); copy or make it anew") from error
+    for number, entry in enumerate(itertools.chain.from_iterable(parts), start=1):
+        try:
+            record = json.loads(entry)
+        except ValueError as error:
+            raise ConfigError(f"{path}:{number}: not JSON ({error})") from error
+        if not isinstance(record, dict):
+            raise ConfigError(f"{path}:{number}: expected a JSON object, found {type(record).__name__}")
+        yield number, record
+
+
 def load_conversations(settings: DataSettings, tokenizer: ChatTokenizer, vocab_size: int) -> Conversations:
     """Reads, renders and tokenises all files of `settings.paths`.
 
@@ -93,20 +122,25 @@ def load_conversations(settings: DataSettings, tokenizer: ChatTokenizer, vocab_s
     no file, a tokenizer without chat template, and when nothing is left.
     """
     if not settings.paths:
-        raise ConfigError("data paths is empty: name at least one JSONL file of conversations")
+        raise ConfigError("data paths is empty: name at least one file of conversations")
     if not tokenizer.tokenizer.chat_template:
         raise ConfigError("the target's tokenizer has no chat template, so it cannot render conversations")
     records: list[Record] = []
     skipped: collections.Counter[str] = collections.Counter()
     truncated = 0
-    for path in settings.paths:
-        for line, raw in read_jsonl(path):
+    for source, path in enumerate(settings.paths):
+        read = read_array_record if Path(path).suffix == ".array_record" else read_jsonl
+        before = len(records)
+        for line, raw in read(path):
             try:
                 messages = _messages(raw, f"{path}:{line}")
                 tokens, supervised = _tokenise(messages, raw.get("finish") == "length", tokenizer, vocab_size)
                 cut = len(tokens) > settings.max_length
                 tokens, supervised = _trim(tokens[: settings.max_length], supervised[: settings.max_length])
-                record = Record(tokens, supervised, len(records), _split_key(messages), "sampling" in raw)
+                record = Record(
+                    tokens, supervised, len(records), _split_key(messages), "sampling" in raw, _thinks(raw, messages),
+                    source,
+                )  # fmt: skip
                 if supervised.sum() < settings.min_supervised:
                     raise _Skip(f"fewer than {settings.min_supervised} supervised tokens")
                 if not len(record.anchors):
@@ -116,6 +150,8 @@ def load_conversations(settings: DataSettings, tokenizer: ChatTokenizer, vocab_s
                 continue
             records.append(record)
             truncated += cut
+        if settings.weights and len(records) == before:
+            raise ConfigError(f"{path}: has a weight of data weights but no usable conversation")
     if not records:
         reasons = ", ".join(f"{reason}: {count}" for reason, count in skipped.most_common()) or "the files are empty"
         raise ConfigError(f"data paths {', '.join(settings.paths)}: no usable conversation ({reasons})")
@@ -172,6 +208,13 @@ def _trim(tokens: np.ndarray, supervised: np.ndarray) -> tuple[np.ndarray, np.nd
     """Drops what follows the last supervised token: nothing is learnt there."""
     length = int(np.max(np.flatnonzero(supervised), initial=0)) + 1
     return tokens[:length], supervised[:length]
+
+
+def _thinks(raw: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the record says so, else whether an answer holds a closed thought."""
+    if isinstance(raw.get("thinking"), bool):
+        return raw["thinking"]
+    return any("</think>" in message["content"] for message in messages if message["role"] == "assistant")
 
 
 def _split_key(messages: Sequence[Mapping[str, Any]]) -> float:

@@ -11,7 +11,7 @@ from dspark_jax.drafters import Drafter
 from dspark_jax.target import Target
 from train.conversations import Record
 from train.data import Element
-from train.step import Batch
+from train.objective import Batch
 
 Metrics = dict[str, np.ndarray]
 
@@ -21,6 +21,7 @@ def to_batch(element: Element) -> Batch:
     return Batch(
         tokens_BS=element["tokens"],  # type: ignore[arg-type]
         supervised_BS=element["supervised"],  # type: ignore[arg-type]
+        start_BS=element["start"],  # type: ignore[arg-type]
         anchors_BA=element["anchors"],  # type: ignore[arg-type]
         keep_BA=element["keep"],  # type: ignore[arg-type]
         features=element.get("features"),  # type: ignore[arg-type]

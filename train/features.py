@@ -35,7 +35,7 @@ from dspark_jax.config import Config, ConfigError, DrafterConfig
 from dspark_jax.generate import bucket
 from dspark_jax.target import Target
 from train.conversations import Record
-from train.step import TargetFeatures, target_features
+from train.objective import TargetFeatures, target_features
 
 _SHARD_RECORDS = 256
 _BATCH = 8
@@ -111,7 +111,7 @@ def _check_identity(manifest: dict[str, Any], wanted: dict[str, Any], directory:
 
 @functools.partial(jax.jit, static_argnames=("target", "drafter"))
 def _compute(target: Any, drafter: DrafterConfig, params: Any, tokens_BS: jax.Array) -> TargetFeatures:
-    return target_features(target, drafter, params, tokens_BS)
+    return target_features(target, drafter, params, tokens_BS, jax.numpy.zeros_like(tokens_BS))
 
 
 def write_features(records: Sequence[Record], target: Target, drafter: DrafterConfig, dtype: Dtype, out: Path) -> int:
@@ -176,13 +176,23 @@ class CachedFeatures:
         _check_identity(manifest, identity(target, drafter), directory)
         self.directory = directory
         self._place: dict[str, tuple[int, int]] = {}
-        self._readers = []
+        self._shards: list[Path] = []
+        self._readers: dict[int, Any] = {}
         for number, shard in enumerate(manifest["shards"]):
             path = directory / shard["file"]
             if not path.is_file() or _checksum(path) != shard["sha256"]:
                 raise ConfigError(f"{path}: missing or damaged (its checksum is not the manifest's); make it anew")
-            self._readers.append(array_record_module.ArrayRecordReader(str(path)))
+            self._shards.append(path)
             self._place |= {key: (number, index) for index, key in enumerate(shard["keys"])}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For worker processes, which open the shards themselves."""
+        return self.__dict__ | {"_readers": {}}
+
+    def _reader(self, number: int) -> Any:
+        if number not in self._readers:
+            self._readers[number] = array_record_module.ArrayRecordReader(str(self._shards[number]))
+        return self._readers[number]
 
     def require(self, records: Sequence[Record]) -> None:
         """Raises ConfigError unless every record is there."""
@@ -193,18 +203,37 @@ class CachedFeatures:
                 " the same config and folder"
             )
 
-    def read(self, record: Record, length: int) -> TargetFeatures:
-        """Features of one record, padded with zeros to `length` rows: [S, M, D], [S, D], [S]."""
-        number, index = self._place[record_key(record)]
-        # Read by hand: the numpy loader of safetensors knows no bfloat16.
-        entry = dict(safetensors.deserialize(self._readers[number].read([index])[0]))
+    def read(self, row: Sequence[Record], length: int) -> TargetFeatures:
+        """Features of a row of records, padded with zeros to `length`: [S, M, D], [S, D], [S].
 
-        def pad(part: dict[str, Any]) -> np.ndarray:
-            dtype = ml_dtypes.bfloat16 if part["dtype"] == "BF16" else np.float32
-            x = np.frombuffer(part["data"], dtype).reshape(part["shape"])
+        Raises ConfigError for an entry that is not what was written: of another length, or not readable.
+        """
+        parts = [self._entry(record) for record in row]
+
+        def join(name: str) -> np.ndarray:
+            x = np.concatenate([part[name] for part in parts])
             return np.pad(x, [(0, length - len(x))] + [(0, 0)] * (x.ndim - 1))
 
-        return TargetFeatures(pad(entry["taps"]), pad(entry["hidden"]), pad(entry["log_partition"]))  # type: ignore[arg-type]
+        return TargetFeatures(join("taps"), join("hidden"), join("log_partition"))  # type: ignore[arg-type]
+
+    def _entry(self, record: Record) -> dict[str, np.ndarray]:
+        number, index = self._place[record_key(record)]
+        try:
+            # Read by hand: the numpy loader of safetensors knows no bfloat16.
+            entry = dict(safetensors.deserialize(self._reader(number).read([index])[0]))
+        except Exception as error:
+            reason = str(error).splitlines()[0]
+            where = f"{self._shards[number]}: entry {index}"
+            raise ConfigError(f"{where} cannot be read ({reason}); make it anew") from error
+        arrays = {name: _array(part) for name, part in entry.items()}
+        if len(arrays["taps"]) != len(record.tokens):
+            raise ConfigError(f"{self._shards[number]}: entry {index} is not of its conversation; make the cache anew")
+        return arrays
+
+
+def _array(part: dict[str, Any]) -> np.ndarray:
+    dtype = ml_dtypes.bfloat16 if part["dtype"] == "BF16" else np.float32
+    return np.frombuffer(part["data"], dtype).reshape(part["shape"])
 
 
 @dataclasses.dataclass(frozen=True)

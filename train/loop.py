@@ -11,16 +11,16 @@ from types import FrameType
 from typing import Any
 
 import jax
-import numpy as np
 from rich.console import Console
 from safetensors import SafetensorError
 
 from dspark_jax.config import Config, ConfigError
 from dspark_jax.weights.deepspec import write_drafter
-from train import data, evaluate, setup
+from train import data, evaluate, hosts, setup
 from train.checkpoint import Checkpoints, RunFacts, check_drafter
+from train.feed import Feed
 from train.report import Report
-from train.step import TrainState, eval_step, init_state, train_step
+from train.step import TrainState, eval_step, train_step
 
 _HELD_OUT_RECORDS = 64
 
@@ -73,23 +73,19 @@ class _Training:
     ) -> None:
         self.run_, self.workdir, self.checkpoints, self.console = run, workdir, checkpoints, console
         config = run.config
-        self.fingerprint = data.fingerprint(run.train, size=run.size, batch_size=config.train.batch_size)
-        # Placed on a device explicitly, as a restored state is: both then run the same compiled step.
-        self.state: TrainState = jax.device_put(init_state(run.drafter, config), jax.devices()[0])
-        self.step, self.best, self.data_seed = 0, None, config.train.seed
-        place = None
+        self.fingerprint = data.fingerprint(run.groups, batch_size=config.train.batch_size)
+        self.state: TrainState = run.first_state()
+        self.step, self.best, self.data_seed, place = 0, None, config.train.seed, 0
         if facts:
             self.state = checkpoints.load_state(self.state)
             self.step, self.best, self.data_seed, place = facts.step, facts.best, facts.data_seed, facts.place
             if facts.data != self.fingerprint:
                 # Other records: the old place means nothing, and the old order would repeat its first records.
-                self.data_seed, place = config.train.seed + self.step, None
+                self.data_seed, place = config.train.seed + self.step, 0
                 console.print(f"note: the data changed since step {self.step}: its order starts anew", markup=False)
-        self.batches = data.batches(run.train, run.size, config.train.batch_size, self.data_seed, run.features)
-        if place is not None:
-            self.batches.set_state(place)
+        self.feed = Feed(run.groups, config.data, config.train, run.mesh, self.data_seed, place, run.features)
         held_out = sorted(run.held_out, key=lambda record: record.split_key)
-        self.held_out = held_out[:_HELD_OUT_RECORDS]
+        self.held_out: list[data.Row] = [(record,) for record in held_out[:_HELD_OUT_RECORDS]]
         self.prompts = evaluate.prompts(
             held_out, config.train.eval_prompts, run.target.config.max_length - config.train.eval_tokens
         )
@@ -99,6 +95,7 @@ class _Training:
                 f" context of {run.target.config.max_length}"
             )
         self.measured: dict[str, Any] = {}
+        self.saved: int | None = None
 
     def run(self) -> Outcome:
         settings = self.run_.config.train
@@ -108,7 +105,7 @@ class _Training:
         with Report(self.workdir, self.step, settings.max_steps, self.console) as report, _stop_signals() as asked:
             while self.step < settings.max_steps and not stopped:
                 self._train_step(report)
-                stopped = asked()
+                stopped = hosts.agreed(asked, self.step)
                 last = stopped or self.step == settings.max_steps
                 if last or self.step % settings.log_every == 0:
                     report.flush(self.step)
@@ -122,24 +119,22 @@ class _Training:
         return Outcome(self.step, self.best, report.skipped, stopped)
 
     def _train_step(self, report: Report) -> None:
-        element = next(self.batches)
-        # Rows end with a supervised token, so the last one tells the row's length.
-        tokens = int(np.sum(element["supervised"].shape[1] - np.argmax(element["supervised"][:, ::-1], axis=1)))
-        self.state, metrics = train_step(self.run_.models, self.state, self.run_.weights, evaluate.to_batch(element))
+        run, fed = self.run_, next(self.feed)
+        self.state, metrics = train_step(run.models, run.mesh, self.state, run.weights, fed.batch)
         self.step += 1
-        report.add(metrics, tokens)
+        report.add(metrics, fed.tokens, fed.places)
 
     def _evaluate(self, report: Report) -> None:
         """Held-out loss and real accepted length; keeps the drafter when it is the best so far."""
         run, settings = self.run_, self.run_.config.train
-        elements = data.held_out_batches(self.held_out, run.size, settings.batch_size, settings.seed, run.features)
+        elements = data.held_out_batches(
+            self.held_out, run.shapes[-1], settings.batch_size, settings.seed, run.features, hosts.shard(run.mesh)
+        )
         step = functools.partial(_eval, run, self.state.params)
         metrics: dict[str, Any] = dict(evaluate.held_out_metrics(step, elements))
-        drafter = run.servable(self.state.params)
+        target, drafter = run.servable(self.state.params)
         length, sampled = (
-            evaluate.accepted_length(
-                run.target, drafter, self.prompts, settings.eval_tokens, temperature, settings.seed
-            )
+            evaluate.accepted_length(target, drafter, self.prompts, settings.eval_tokens, temperature, settings.seed)
             for temperature in (0.0, 1.0)
         )
         metrics |= {"accepted_length/temperature_0": length, "accepted_length/temperature_1": sampled}
@@ -153,6 +148,7 @@ class _Training:
         if best:
             self.best = length
             self._write_drafter("drafter_best")
+            self._save()
         report.restart_clock()
 
     def _save(self) -> None:
@@ -162,12 +158,15 @@ class _Training:
             drafter=dataclasses.asdict(run.drafter),
             data=self.fingerprint,
             data_seed=self.data_seed,
-            place=self.batches.get_state(),
+            place=self.feed.place,
             draft_vocabulary=None if run.draft_vocabulary is None else run.draft_vocabulary.tolist(),
             best=self.best,
             config=dataclasses.asdict(run.config),
         )
-        self.checkpoints.save(self.state, facts)
+        if self.step != self.saved:
+            measured = self.measured["temperature_0"] if self.measured.get("step") == self.step else None
+            self.checkpoints.save(self.state, facts, measured)
+            self.saved = self.step
         self._write_drafter("drafter")
 
     def _write_drafter(self, name: str) -> None:
@@ -181,9 +180,13 @@ class _Training:
             "measured": self.measured,
             "chat_template": run.target.tokenizer.template_hash,
             "conversations": len(run.train),
+            "thinking": sum(record.thinking for record in run.train),
+            "skipped": run.conversations.skipped,
             "config": config,
         }
-        params = jax.device_get(self.state.params)
+        params = hosts.to_host(self.state.params)
+        if not hosts.is_first():
+            return
         try:
             write_drafter(self.workdir / name, run.drafter, params, run.draft_vocabulary, notes)
         except (OSError, SafetensorError) as error:
@@ -191,14 +194,15 @@ class _Training:
 
 
 def _eval(run: setup.Run, params: Any, batch: evaluate.Batch) -> dict[str, jax.Array]:
-    return eval_step(run.models, params, run.weights, batch)
+    return eval_step(run.models, run.mesh, params, run.weights, hosts.place_batch(run.mesh, batch, 1))
 
 
 @contextlib.contextmanager
 def _stop_signals() -> Iterator[Callable[[], bool]]:
     """Says whether SIGTERM (preemption) or SIGINT has come; a second SIGINT interrupts at once."""
     asked = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
+    # With several processes JAX itself listens for SIGTERM and makes them agree on a step.
+    if threading.current_thread() is not threading.main_thread() or jax.process_count() > 1:
         yield asked.is_set
         return
 

@@ -15,11 +15,14 @@ import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import tyro
 from rich.console import Console
 
-from dspark_jax.config import Config, ConfigError
+from dspark_jax.config import Config, ConfigError, TargetConfig
+
+_T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,21 +39,30 @@ class Command:
 
 def load_config(path: Path) -> Config:
     """What `get_config()` of the Python file at `path` returns. Raises ConfigError with the file and what is wrong."""
+    return _call(path, "get_config", Config)
+
+
+def load_target_shape(path: Path) -> TargetConfig:
+    """What `get_target()` of the Python file at `path` returns: the target's shape, where no weights are read."""
+    return _call(path, "get_target", TargetConfig)
+
+
+def _call(path: Path, name: str, kind: type[_T]) -> _T:
     spec = importlib.util.spec_from_file_location("dspark_jax_run_config", path)
     if not path.is_file() or spec is None or spec.loader is None:
         raise ConfigError(f"--config {path}: no such Python file")
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-        get_config = getattr(module, "get_config", None)
-        if get_config is None:
-            raise ConfigError("defines no get_config()")
-        config = get_config()
+        function = getattr(module, name, None)
+        if function is None:
+            raise ConfigError(f"defines no {name}()")
+        made = function()
     except Exception as error:
         raise ConfigError(f"--config {path}: {error or type(error).__name__}") from error
-    if not isinstance(config, Config):
-        raise ConfigError(f"--config {path}: get_config() returned {type(config).__name__}, expected Config")
-    return config
+    if not isinstance(made, kind):
+        raise ConfigError(f"--config {path}: {name}() returned {type(made).__name__}, expected {kind.__name__}")
+    return made
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,14 +74,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         command, settings = tyro.cli(Command, args=ours, prog="train.main", return_unknown_args=True)
         config = tyro.cli(Config, args=settings + wants_help, default=load_config(command.config), prog="train.main")
+        from train import hosts
         from train.loop import train
 
+        hosts.start()
         # Orbax logs the traceback of a failed write, which is then reported as one line.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
-        outcome = train(config, command.workdir, command.resume, Console())
+        outcome = train(config, command.workdir, command.resume, Console(quiet=not hosts.is_first()))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    if not hosts.is_first():
+        return 0
     best = "not measured" if outcome.best is None else f"{outcome.best:.3f}"
     print(
         f"{'stopped and saved' if outcome.stopped else 'finished'} at step {outcome.step}; best accepted length {best}"

@@ -20,7 +20,9 @@ class Report:
 
     def __init__(self, workdir: Path, start: int, max_steps: int, console: Console) -> None:
         self.console = console
-        self._writer = SummaryWriter(str(workdir / "tensorboard"), purge_step=start + 1)
+        self._writer = SummaryWriter(
+            str(workdir / "tensorboard"), purge_step=start + 1, write_to_disk=jax.process_index() == 0
+        )
         columns = (
             TextColumn("train"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"),
             TimeRemainingColumn(),
@@ -29,6 +31,7 @@ class Report:
         self._task = self._progress.add_task("", total=max_steps, completed=start, note="compiling")
         self._pending: list[dict[str, Any]] = []
         self._tokens, self._timed_from = 0, 0
+        self._real, self._places = 0, 0
         self._clock: float | None = None
         self._in_a_row = 0
         self.skipped = 0
@@ -41,10 +44,11 @@ class Report:
         self._progress.stop()
         self._writer.close()
 
-    def add(self, metrics: dict[str, Any], tokens: int) -> None:
-        """Takes the metrics of one step, still on the device, and the number of real tokens that it saw."""
+    def add(self, metrics: dict[str, Any], tokens: int, places: int) -> None:
+        """Takes the metrics of one step, still on the device, and how many real tokens its `places` held."""
         self._pending.append(metrics)
         self._tokens += tokens
+        self._real, self._places = self._real + tokens, self._places + places
         if self._clock is None:
             # The first step compiles: its time says nothing about the rest.
             jax.block_until_ready(metrics)
@@ -77,13 +81,16 @@ class Report:
         if timed:
             rates["blocks_per_second"] = sum(float(metrics["blocks"]) for metrics in timed) / elapsed
             rates["tokens_per_second"] = self._tokens / elapsed
-        self.scalars("train", means | rates | {"skipped_batches": self.skipped}, step)
+        waste = {"padding": 1.0 - self._real / max(self._places, 1)}
+        self._real, self._places = 0, 0
+        self.scalars("train", means | rates | waste | {"skipped_batches": self.skipped}, step)
         note = " ".join(
-            f"{label} {float((means | rates)[name]):.{digits}f}"
+            f"{label} {float((means | rates | waste)[name]):.{digits}f}"
             for label, name, digits in (
-                ("loss", "loss", 4), ("tau", "tau", 3), ("acc", "acceptance", 3), ("blocks/s", "blocks_per_second", 0)
+                ("loss", "loss", 4), ("tau", "tau", 3), ("acc", "acceptance", 3), ("blocks/s", "blocks_per_second", 0),
+                ("padding", "padding", 2),
             )
-            if name in means | rates
+            if name in means | rates | waste
         )  # fmt: skip
         note += f" skipped {self.skipped}" if self.skipped else ""
         self._progress.update(self._task, completed=step, note=note)

@@ -1,63 +1,94 @@
 """From a config to everything that the loop runs on: target, records, vocabulary, sizes, models and frozen weights."""
 
+import contextlib
 import dataclasses
 from pathlib import Path
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
-from dspark_jax import load_target
+from dspark_jax import load_target, sharding
 from dspark_jax.config import Config, ConfigError, DrafterConfig, drafter_config
 from dspark_jax.drafters import Drafter
+from dspark_jax.drafters.base import Frozen
 from dspark_jax.drafters.drafter import Params, frozen_parts
 from dspark_jax.target import Target, cast_params
 from dspark_jax.verify import inverse_map
 from dspark_jax.weights.deepspec import read_drafter
-from train import data
+from train import data, hosts
 from train.conversations import Conversations, Record, load_conversations
 from train.features import CachedFeatures
-from train.step import StepModels, StepWeights
+from train.objective import StepModels, StepWeights
+from train.step import TrainState, init_state, replicated, state_shardings
 from train.tiny import TINY, tiny_target
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Run:
-    """What does not change while a run lasts."""
+    """What does not change while a run lasts. `target` and `weights` share arrays, which lie on the mesh."""
 
     config: Config
+    mesh: Mesh
     target: Target
     drafter: DrafterConfig
     conversations: Conversations
     train: list[Record]
     held_out: list[Record]
-    size: data.Sizes
+    shapes: list[data.Sizes]
+    groups: list[data.Group]
     draft_vocabulary: np.ndarray | None
     models: StepModels
     weights: StepWeights
     features: CachedFeatures | None
     start_params: Params | None
 
-    def servable(self, params: Params) -> Drafter:
-        """The drafter as it is served, in the target's dtype."""
-        return Drafter(self.drafter, cast_params(params, self.config.target.dtype), self.weights.frozen)
+    def servable(self, params: Params) -> tuple[Target, Drafter]:
+        """Target and drafter as they are served, in the target's dtype, on devices of this host."""
+        served = cast_params(params, self.config.target.dtype)
+        if jax.process_count() == 1:
+            return self.target, Drafter(self.drafter, served, self.weights.frozen)
+        target = dataclasses.replace(self.target, params=hosts.local_copy(self.target.params))
+        frozen = frozen_parts(target.params, self.draft_vocabulary)
+        return target, Drafter(self.drafter, hosts.local_copy(served), frozen)
+
+    def first_state(self) -> TrainState:
+        """The state that a new run begins with, on the mesh: fresh, or the weights of `train.start_from`."""
+        where = state_shardings(self.models, self.mesh)
+        with jax.set_mesh(self.mesh):
+            state: TrainState = jax.jit(lambda: init_state(self.drafter, self.config), out_shardings=where)()
+        if self.start_params is None:
+            return state
+        return state._replace(params=sharding.place(self.start_params, where.params))
 
     def summary(self) -> list[str]:
         """What a user should see before the first step."""
         kept, skipped = self.conversations.records, self.conversations.skipped
-        tokens, anchors = data.padding(self.train, self.size)
+        tokens, anchors = data.padding(self.groups)
+        shapes = " or ".join(f"{shape.length} tokens and {shape.anchors} anchors" for shape in self.shapes)
+        rows = sum(len(group.rows) for group in self.groups)
+        thinking = sum(record.thinking for record in kept)
         foreign = sum(not record.regenerated for record in kept)
         lines = [
             f"target {self.target.config.name or self.config.target.path}, drafter of {self.drafter.num_layers} layers,"
             f" {self.drafter.num_drafts} drafts a block",
             f"{len(kept)} conversations: {len(self.train)} to train on, {len(self.held_out)} held out,"
             f" {self.conversations.truncated} cut at {self.config.data.max_length} tokens",
-            f"rows of {self.size.length} tokens ({tokens:.0%} padding) and {self.size.anchors} anchors ({anchors:.0%})",
+            f"{rows} rows of {shapes}; {tokens:.0%} of the tokens and {anchors:.0%} of the anchors are filler",
         ]
+        if self.mesh.size > 1:
+            axes = ", ".join(f"{name} {size}" for name, size in self.mesh.shape.items())
+            lines.append(f"{self.mesh.size} devices on {jax.process_count()} hosts: {axes}")
         if skipped:
             lines.append("skipped " + ", ".join(f"{count} ({reason})" for reason, count in skipped.items()))
         if self.draft_vocabulary is not None:
             covered = data.coverage(self.train, self.draft_vocabulary)
             lines.append(f"draft vocabulary of {len(self.draft_vocabulary)} ids covers {covered:.2%} of the answers")
+        if thinking:
+            lines.append(
+                f"note: the assistant thinks aloud in {thinking} of {len(kept)} conversations; serve the drafter with"
+                " thinking as it was trained"
+            )
         if foreign:
             lines.append(
                 f"note: {foreign} conversations were not written by train.regenerate; a drafter learns best from its"
@@ -69,9 +100,12 @@ class Run:
 def build(config: Config, draft_vocabulary: list[int] | None) -> Run:
     """Loads target and data. `draft_vocabulary` is that of a resumed run; without one it is counted here.
 
-    Raises ConfigError where target, data and settings do not fit together.
+    Raises ConfigError where target, data, mesh and settings do not fit together.
     """
-    target = tiny_target() if config.target.path == TINY else load_target(config.target.path, config.target.dtype)
+    mesh = sharding.make_mesh(config.mesh)
+    sharding.check_batch(mesh, config.train.batch_size, config.train.accumulation_steps)
+    hosts.shard(mesh)
+    target = _target(config, mesh)
     shape = target.config
     if target.tokenizer is None:
         raise ConfigError(f"target {config.target.path}: has no tokenizer, so conversations cannot be encoded")
@@ -92,26 +126,56 @@ def build(config: Config, draft_vocabulary: list[int] | None) -> Run:
     elif drafter.draft_vocab_size:
         always = {*shape.eos_token_ids, *target.tokenizer.special_ids}
         chosen = data.draft_vocabulary(train, drafter.draft_vocab_size, shape.vocab_size, always)
-    frozen = frozen_parts(target.params, chosen)
-    target_to_draft = None if chosen is None else inverse_map(jax.numpy.asarray(chosen), shape.vocab_size)
+    target = dataclasses.replace(target, params=sharding.place(target.params, sharding.shardings(target.params, mesh)))
+    frozen = _frozen(target.params, chosen, mesh)
+    target_to_draft = None
+    if chosen is not None:
+        inverse = inverse_map(jax.numpy.asarray(chosen), shape.vocab_size)
+        target_to_draft = sharding.place(np.asarray(inverse), replicated(mesh))
     features = None
     if config.data.features:
         features = CachedFeatures(Path(config.data.features), target, drafter)
         features.require(conversations.records)
+    shapes = data.sizes(conversations.records, config.data)
+    # Stacked layers compile faster and run as fast where the devices are wide; a CPU runs them several times slower.
+    scan_layers = mesh.devices.flat[0].platform != "cpu"
     return Run(
         config=config,
+        mesh=mesh,
         target=target,
         drafter=drafter,
         conversations=conversations,
         train=train,
         held_out=held_out,
-        size=data.sizes(conversations.records, config.data),
+        shapes=shapes,
+        groups=data.groups(train, config.data, shapes),
         draft_vocabulary=chosen,
-        models=StepModels(shape, drafter, config.loss, config.optimizer, config.train),
+        models=StepModels(shape, drafter, config.loss, config.optimizer, config.train, scan_layers),
         weights=StepWeights(target.params, frozen, target_to_draft),
         features=features,
         start_params=start_params,
     )
+
+
+def _target(config: Config, mesh: Mesh) -> Target:
+    """The target in host memory where it will be split over devices, since one device may not hold it."""
+    place = contextlib.nullcontext()
+    if mesh.size > 1 and mesh.devices.flat[0].platform != "cpu":
+        place = jax.default_device(jax.local_devices(backend="cpu")[0])
+    with place:
+        return tiny_target() if config.target.path == TINY else load_target(config.target.path, config.target.dtype)
+
+
+def _frozen(params: Params, chosen: np.ndarray | None, mesh: Mesh) -> Frozen:
+    """What the drafter borrows, on the mesh; the parts that are taken whole are the target's own arrays."""
+    whole = frozen_parts(params, None)
+    if chosen is None:
+        return whole
+    where = sharding.shardings(jax.eval_shape(frozen_parts, params, chosen), mesh)
+    head_VD, d2t_V = jax.jit(lambda head_VD: (head_VD[chosen], chosen), out_shardings=(where[1], where[2]))(
+        whole.head_VD
+    )
+    return Frozen(whole.embed_VD, head_VD, d2t_V)
 
 
 def _start(path: str, drafter: DrafterConfig, target: Target) -> tuple[Params, np.ndarray | None]:

@@ -1,69 +1,30 @@
-"""One training step: target features, teacher-forced drafts, the vocabulary work in chunks, AdamW.
+"""One training step: gradients of the batch's sums, accumulated and divided once, then AdamW, on a mesh.
 
-The loss reads top to bottom in `_loss_sums`; `train_step` adds gradients and the update. All state is explicit, so the
-step is one donated `jax.jit`.
+All state is explicit and donated. Its shardings are pinned on the way out: left to itself, the compiler was seen to
+drop the split of gradients and state over `fsdp`.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dspark_jax import losses
-from dspark_jax import target as target_lib
-from dspark_jax.config import Config, DrafterConfig, LossConfig, OptimizerSettings, TargetConfig, TrainSettings
-from dspark_jax.drafters import base, dspark
-from dspark_jax.drafters.base import Frozen
-from dspark_jax.layers import linear
+from dspark_jax import losses, sharding
+from dspark_jax.config import Config, DrafterConfig, OptimizerSettings
+from dspark_jax.drafters import dspark
+from train.objective import Batch, BatchSums, Params, StepModels, StepWeights, batch_sums
 
-Params = dict[str, Any]
 Metrics = dict[str, jax.Array]
-
-
-class TargetFeatures(NamedTuple):
-    """What training needs of the target at every token: tapped layers, post-norm hidden state, and the log-sum-exp of
-    its logits over the whole vocabulary (read only with a reduced draft vocabulary)."""
-
-    taps_BSMD: jax.Array
-    hidden_BSD: jax.Array
-    log_partition_BS: jax.Array
-
-
-class Batch(NamedTuple):
-    """Conversations with the anchors drawn for them. `supervised` marks the assistant's own tokens; blocks where
-    `keep` is False fill the row up. `features` None: the target runs inside the step."""
-
-    tokens_BS: jax.Array
-    supervised_BS: jax.Array
-    anchors_BA: jax.Array
-    keep_BA: jax.Array
-    features: TargetFeatures | None = None
 
 
 class TrainState(NamedTuple):
     params: Params
     opt_state: Any
     step: jax.Array
-
-
-class StepModels(NamedTuple):
-    """Everything static about a step: its compile key."""
-
-    target: TargetConfig
-    drafter: DrafterConfig
-    loss: LossConfig
-    optimizer: OptimizerSettings
-    train: TrainSettings
-
-
-class StepWeights(NamedTuple):
-    """Frozen weights. `target_to_draft` maps target ids into a reduced draft vocabulary, -1 outside; None: all ids."""
-
-    target_params: Params
-    frozen: Frozen
-    target_to_draft_V: jax.Array | None
 
 
 def learning_rate_schedule(settings: OptimizerSettings, max_steps: int) -> optax.Schedule:
@@ -92,124 +53,77 @@ def init_state(drafter: DrafterConfig, config: Config) -> TrainState:
     return TrainState(params, opt_state, jnp.int32(0))
 
 
-def target_features(
-    target: TargetConfig, drafter: DrafterConfig, params: Params, tokens_BS: jax.Array
-) -> TargetFeatures:
-    """One forward pass of the frozen target. The log-partition is left out (zeros) where nothing reads it."""
-    hidden_BSD, taps_BSMD, _ = target_lib.features(target, params, tokens_BS, tap_layers=drafter.target_layer_ids)
-    if drafter.draft_vocab_size:
-        # One sequence at a time: [S, V] logits are the largest array of a step.
-        log_partition_BS = jax.lax.map(
-            lambda hidden_SD: jax.nn.logsumexp(target_lib.logits(params, hidden_SD), axis=-1), hidden_BSD
-        )
+def state_shardings(models: StepModels, mesh: Mesh) -> TrainState:
+    """Where each array of the state lies, by the table of dspark_jax.sharding."""
+
+    def shapes() -> TrainState:
+        params = dspark.init_params(models.drafter, jax.random.key(0))
+        return TrainState(params, make_optimizer(models.optimizer, 1).init(params), jnp.int32(0))
+
+    with jax.numpy_dtype_promotion("standard"):
+        return sharding.shardings(jax.eval_shape(shapes), mesh)
+
+
+def _shares(models: StepModels, step: jax.Array) -> losses.Shares:
+    """What is left, at a step, of the terms that open a run: 1 falling linearly to 0 (see LossConfig)."""
+
+    def left(until: float) -> jax.Array:
+        steps = until * models.train.max_steps
+        return jnp.maximum(0.0, 1.0 - step.astype(jnp.float32) / steps) if steps else jnp.float32(0.0)
+
+    return losses.Shares(left(models.loss.soft_until), left(models.loss.base_until))
+
+
+def _compute_params(models: StepModels, params: Params) -> Params:
+    """The drafter's weights in the compute dtype, whole over `fsdp`."""
+    return sharding.gather_tree(jax.tree.map(lambda x: x.astype(models.train.dtype) if x.ndim > 1 else x, params))
+
+
+def _metrics(models: StepModels, sums: BatchSums, shares: losses.Shares) -> Metrics:
+    loss, metrics = losses.total_loss(sums.loss, models.loss, shares)
+    by_slot_G = sums.by_slot_2G[0] / jnp.maximum(sums.by_slot_2G[1], 1.0)
+    return metrics | {"loss": loss, "acceptance_by_slot": by_slot_G, "blocks": sums.loss.blocks}
+
+
+def loss_and_gradients(
+    models: StepModels, params: Params, weights: StepWeights, batch: Batch, shares: losses.Shares
+) -> tuple[Metrics, Params]:
+    """Metrics of a batch, "loss" among them, and the loss's gradients in float32.
+
+    With accumulation steps every array of the batch has a leading axis of parts, [parts, B, ...]. Parts and devices add
+    sums and gradients of sums, and the weight of the whole batch divides them once: how a batch is cut changes nothing.
+    """
+
+    def part(part: Batch) -> tuple[BatchSums, Params]:
+        def value(params: Params) -> tuple[jax.Array, BatchSums]:
+            sums = batch_sums(models, _compute_params(models, params), weights, part)
+            return losses.numerator(sums.loss.terms, models.loss, shares), sums
+
+        (_, sums), grads = jax.value_and_grad(value, has_aux=True)(params)
+        return sums, sharding.constrain_tree(grads)
+
+    if models.train.accumulation_steps == 1:
+        sums, grads = part(batch)
     else:
-        log_partition_BS = jnp.zeros(tokens_BS.shape, jnp.float32)
-    return jax.lax.stop_gradient(TargetFeatures(taps_BSMD, hidden_BSD, log_partition_BS))
+        shapes = jax.eval_shape(part, jax.tree.map(lambda x: x[0], batch))
+        zeros: Any = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        zeros = zeros[0], sharding.constrain_tree(zeros[1])
+        (sums, grads), _ = jax.lax.scan(lambda total, x: (jax.tree.map(jnp.add, total, part(x)), None), zeros, batch)
+    divisor = losses.denominator(sums.loss)
+    return _metrics(models, sums, shares), jax.tree.map(lambda grad: grad / divisor, grads)
 
 
-class _Slots(NamedTuple):
-    """One block's slots before the vocabulary work, with leading axes [blocks, G]."""
-
-    hidden: jax.Array
-    embedded: jax.Array | None
-    confidence: jax.Array | None
-    labels: jax.Array
-    mask: jax.Array
-    teacher_hidden: jax.Array
-    log_partition: jax.Array
-
-
-def supervised_slots(supervised_BS: jax.Array, anchors_BA: jax.Array, keep_BA: jax.Array, num_drafts: int) -> jax.Array:
-    """Slot i counts while it and all slots before it predict the assistant's own tokens inside the row: [B, A, G]."""
-    index_BAG = anchors_BA[:, :, None] + 1 + jnp.arange(num_drafts)[None, None, :]
-    inside_BAG = index_BAG < supervised_BS.shape[1]
-    own_BAG = base.gather_positions(supervised_BS, index_BAG) & inside_BAG & keep_BA[:, :, None]
-    return jnp.cumprod(own_BAG.astype(jnp.int32), axis=-1) > 0
-
-
-def _loss_sums(models: StepModels, params: Params, weights: StepWeights, batch: Batch) -> tuple[Any, jax.Array]:
-    """Loss sums of a batch and the summed acceptance and count of every slot [2, G]."""
-    drafter, frozen = models.drafter, weights.frozen
-    features = batch.features
-    if features is None:
-        features = target_features(models.target, drafter, weights.target_params, batch.tokens_BS)
-    features = jax.tree.map(lambda x: x.astype(jnp.float32), features)
-    tokens_BS, anchors_BA = batch.tokens_BS, batch.anchors_BA
-    blocks = dspark.teacher_forced_features(drafter, params, frozen, tokens_BS, features.taps_BSMD, anchors_BA)
-    # The target's logits after token t predict t + 1: slot i's teacher is the hidden state at anchor + i.
-    teacher_BAG = anchors_BA[:, :, None] + jnp.arange(drafter.num_drafts)[None, None, :]
-    labels_BAG = base.gather_positions(tokens_BS, teacher_BAG + 1)
-    if weights.target_to_draft_V is not None:
-        labels_BAG = weights.target_to_draft_V[labels_BAG]
-    slots = _Slots(
-        *blocks,
-        labels=labels_BAG,
-        mask=supervised_slots(batch.supervised_BS, anchors_BA, batch.keep_BA, drafter.num_drafts),
-        teacher_hidden=base.gather_positions(features.hidden_BSD, teacher_BAG),
-        log_partition=base.gather_positions(features.log_partition_BS, teacher_BAG),
-    )
-
-    def chunk_sums(slots: _Slots) -> tuple[Any, jax.Array]:
-        logits = dspark.draft_logits(drafter, params, frozen, slots.hidden, slots.embedded)
-        teacher_logits = jax.lax.stop_gradient(linear(slots.teacher_hidden, frozen.head_VD))
-        partition = slots.log_partition if drafter.draft_vocab_size else None
-        terms = losses.slot_terms(logits, slots.confidence, slots.labels, teacher_logits, partition)
-        counted = slots.mask.astype(jnp.float32)
-        by_slot = jnp.stack([jnp.sum(terms.acceptance * counted, axis=0), jnp.sum(counted, axis=0)])
-        return losses.loss_sums(terms, slots.mask, models.loss), by_slot
-
-    return _sum_over_chunks(chunk_sums, slots, anchors_BA.size, models.train.blocks_per_chunk)
-
-
-def _sum_over_chunks(chunk_sums: Any, slots: _Slots, num_blocks: int, chunk: int) -> Any:
-    """Adds `chunk_sums` over chunks of blocks. Each is recomputed in the backward pass, so only one chunk's
-    [blocks, G, V] arrays exist at a time."""
-    slots = jax.tree.map(lambda x: x.reshape(num_blocks, *x.shape[2:]), slots)
-    if num_blocks <= chunk:
-        return chunk_sums(slots)
-    num_chunks = -(-num_blocks // chunk)
-    padding = num_chunks * chunk - num_blocks  # zero rows: their mask is False
-    slots = jax.tree.map(
-        lambda x: jnp.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1)).reshape(num_chunks, chunk, *x.shape[1:]), slots
-    )
-    first = jax.tree.map(
-        lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(chunk_sums, jax.tree.map(lambda x: x[0], slots))
-    )
-    body = jax.checkpoint(chunk_sums)
-    total, _ = jax.lax.scan(lambda total, part: (jax.tree.map(jnp.add, total, body(part)), None), first, slots)
-    return total
-
-
-def _soft_share(models: StepModels, step: jax.Array) -> jax.Array:
-    """How much of the soft cross-entropy is left at a step: 1 falling linearly to 0 (see LossConfig.soft_until)."""
-    steps = models.loss.soft_until * models.train.max_steps
-    return jnp.maximum(0.0, 1.0 - step.astype(jnp.float32) / steps) if steps else jnp.float32(0.0)
-
-
-def _loss(
-    models: StepModels, params: Params, weights: StepWeights, batch: Batch, soft: jax.Array
-) -> tuple[jax.Array, Metrics]:
-    compute_params = jax.tree.map(lambda x: x.astype(models.train.dtype) if x.ndim > 1 else x, params)
-    sums, by_slot_2G = _loss_sums(models, compute_params, weights, batch)
-    loss, metrics = losses.total_loss(sums, models.loss, soft)
-    by_slot_G = by_slot_2G[0] / jnp.maximum(by_slot_2G[1], 1.0)
-    return loss, metrics | {"loss": loss, "acceptance_by_slot": by_slot_G, "blocks": sums.blocks}
-
-
-@functools.partial(jax.jit, static_argnames=("models",), donate_argnames=("state",))
-def train_step(models: StepModels, state: TrainState, weights: StepWeights, batch: Batch) -> tuple[TrainState, Metrics]:
-    """One update. A loss or gradient that is not finite leaves weights and optimiser untouched ("skipped" = 1)."""
-    soft = _soft_share(models, state.step)
-    (loss, metrics), grads = jax.value_and_grad(lambda p: _loss(models, p, weights, batch, soft), has_aux=True)(
-        state.params
-    )
+def _train_step(
+    models: StepModels, state: TrainState, weights: StepWeights, batch: Batch
+) -> tuple[TrainState, Metrics]:
+    metrics, grads = loss_and_gradients(models, state.params, weights, batch, _shares(models, state.step))
     grad_norm = optax.tree.norm(grads)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         optimizer = make_optimizer(models.optimizer, models.train.max_steps)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         learning_rate = learning_rate_schedule(models.optimizer, models.train.max_steps)(state.step)
-    finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+    finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(grad_norm)
     params, opt_state = jax.tree.map(
         lambda new, old: jnp.where(finite, new, old), (params, opt_state), (state.params, state.opt_state)
     )
@@ -222,7 +136,39 @@ def train_step(models: StepModels, state: TrainState, weights: StepWeights, batc
     return TrainState(params, opt_state, state.step + 1), metrics
 
 
-@functools.partial(jax.jit, static_argnames=("models",))
-def eval_step(models: StepModels, params: Params, weights: StepWeights, batch: Batch) -> Metrics:
+def _eval_step(models: StepModels, params: Params, weights: StepWeights, batch: Batch) -> Metrics:
+    sums = batch_sums(models, _compute_params(models, params), weights, batch)
+    return _metrics(models, sums, losses.Shares(jnp.float32(0.0), jnp.float32(0.0)))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec())
+
+
+@functools.cache
+def jitted_step(models: StepModels, mesh: Mesh) -> Callable[..., tuple[TrainState, Metrics]]:
+    """The compiled form of a step on a mesh; call and lower it under `jax.set_mesh(mesh)`."""
+    return jax.jit(
+        functools.partial(_train_step, models),
+        donate_argnums=0,
+        out_shardings=(state_shardings(models, mesh), replicated(mesh)),
+    )
+
+
+@functools.cache
+def _jitted_eval(models: StepModels, mesh: Mesh) -> Callable[..., Metrics]:
+    return jax.jit(functools.partial(_eval_step, models), out_shardings=replicated(mesh))
+
+
+def train_step(
+    models: StepModels, mesh: Mesh, state: TrainState, weights: StepWeights, batch: Batch
+) -> tuple[TrainState, Metrics]:
+    """One update. A loss or gradient that is not finite leaves weights and optimiser untouched ("skipped" = 1)."""
+    with jax.set_mesh(mesh):
+        return jitted_step(models, mesh)(state, weights, batch)
+
+
+def eval_step(models: StepModels, mesh: Mesh, params: Params, weights: StepWeights, batch: Batch) -> Metrics:
     """The loss and its terms on a batch, without an update."""
-    return _loss(models, params, weights, batch, jnp.float32(0.0))[1]
+    with jax.set_mesh(mesh):
+        return _jitted_eval(models, mesh)(params, weights, batch)

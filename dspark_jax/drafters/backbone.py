@@ -11,8 +11,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from dspark_jax import layers
+from dspark_jax import attention, layers, rotary
 from dspark_jax.config import DrafterConfig
+from dspark_jax.drafters.gemma_layer import GemmaDraftLayer
 from dspark_jax.kv_cache import Cache
 
 _ones = nn.initializers.ones
@@ -25,6 +26,7 @@ class DraftLayer(nn.Module):
     """Pre-norm block whose queries come from block rows and whose keys come from context and block rows."""
 
     config: DrafterConfig
+    rule: attention.Rule
 
     def setup(self) -> None:
         c = self.config
@@ -52,10 +54,18 @@ class DraftLayer(nn.Module):
         u_BAGD = layers.rms_norm(x_BAGD, self.attn_norm, c.norm_eps)
         q_BAGNH = layers.rms_norm(layers.linear(u_BAGD, self.q), self.q_norm, c.norm_eps)
         k_BAGKH, v_BAGKH = self.key_value(u_BAGD, table)
-        out_BAGNH = cache.attend_block(layers.rotate(q_BAGNH, table), k_BAGKH, v_BAGKH, limit_BA)
+        out_BAGNH = cache.attend_block(layers.rotate(q_BAGNH, table), k_BAGKH, v_BAGKH, limit_BA, self.rule)
         x_BAGD = x_BAGD + layers.linear(out_BAGNH.reshape(*x_BAGD.shape[:-1], -1), self.o.reshape(c.d_model, -1))
         normed_BAGD = layers.rms_norm(x_BAGD, self.mlp_norm, c.norm_eps)
         return x_BAGD + layers.gated_mlp(normed_BAGD, self.gate, self.up, self.down)
+
+
+def layer_rules(config: DrafterConfig) -> list[attention.Rule]:
+    """How each draft layer attends."""
+    windows = config.layer_windows or (0,) * config.num_layers
+    causal = config.layer_causal or (False,) * config.num_layers
+    scale = 1.0 if config.family == "gemma4" else None
+    return [attention.Rule(scale, window=w, causal_block=c) for w, c in zip(windows, causal, strict=True)]
 
 
 class Backbone(nn.Module):
@@ -67,7 +77,8 @@ class Backbone(nn.Module):
         c = self.config
         self.fc = self.param("fc", layers.normal_init, (c.d_model, len(c.target_layer_ids), c.d_model))
         self.hidden_norm = self.param("hidden_norm", _ones, (c.d_model,))
-        self.layers = [DraftLayer(c) for _ in range(c.num_layers)]
+        layer = GemmaDraftLayer if c.family == "gemma4" else DraftLayer
+        self.layers = [layer(c, rule) for rule in layer_rules(c)]
         self.norm = self.param("norm", _ones, (c.d_model,))
 
     def context(self, taps_BSMD: jax.Array, position_BS: jax.Array) -> list[KeyValue]:
@@ -77,14 +88,14 @@ class Backbone(nn.Module):
         fused_BSD = layers.rms_norm(
             layers.linear(taps_BSE, self.fc.reshape(c.d_model, -1)), self.hidden_norm, c.norm_eps
         )
-        table = layers.rotary_table(position_BS, c.head_dim, c.rope_theta)
+        table = rotary.table(position_BS, c.head_dim, c.rope_theta, c.rope_scaling)
         return [layer.key_value(fused_BSD, table) for layer in self.layers]
 
     def block(self, embedded_BAGD: jax.Array, anchor_BA: jax.Array, caches: Sequence[Cache]) -> jax.Array:
         """Hidden states [B, A, G, D] of blocks that start at `anchor` and see context strictly before it."""
         c = self.config
         position_BAG = anchor_BA[:, :, None] + jnp.arange(embedded_BAGD.shape[2])[None, None, :]
-        table = layers.rotary_table(position_BAG, c.head_dim, c.rope_theta)
+        table = rotary.table(position_BAG, c.head_dim, c.rope_theta, c.rope_scaling)
         x_BAGD = embedded_BAGD.astype(jnp.float32)
         for layer, cache in zip(self.layers, caches, strict=True):
             x_BAGD = layer(x_BAGD, table, cache, anchor_BA)

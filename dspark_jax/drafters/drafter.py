@@ -1,6 +1,7 @@
 """A loaded drafter: its shape, its trained weights and the parts it borrows from its target."""
 
 import dataclasses
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -51,15 +52,30 @@ def frozen_parts(target_params: Params, draft_to_target: np.ndarray | None) -> F
     return Frozen(target_params["embed"], head_VD[d2t_V], d2t_V)
 
 
-def load_drafter(path: str | Path, target: Target, dtype: str = "float32") -> Drafter:
-    """Loads a drafter checkpoint (DeepSpec format) for `target`; `dtype` is the compute dtype of its matrices.
+def load_drafter(path: str | Path, target: Target, dtype: str = "float32", self_test: bool = False) -> Drafter:
+    """Loads a drafter checkpoint for `target`: a folder in one of the public formats (DeepSpec, z-lab, SpecForge,
+    speculators), or a Hugging Face Hub id, `org/name` or `org/name@revision`. `dtype` is the compute dtype of its
+    matrices. What the checkpoint was taken for is said in one line on stderr.
 
     The embedding and the head are the target's: copies in the checkpoint are compared with them, then dropped.
+    `self_test` lets the target write a few lines, to see whether the drafter is served as it was trained, and issues
+    a DrafterWarning that names the likely cause where it is not; it needs the target's tokenizer, and costs the
+    compilation of a few small programs, which is why a server asks for it and a test does not.
     Raises ConfigError naming the key or tensor that is missing, unused, misshapen or made for another target.
     """
-    from dspark_jax.weights.deepspec import read_drafter
+    from dspark_jax.weights import selftest
+    from dspark_jax.weights.drafter_files import check_copies, open_drafter
 
     if dtype not in ("float32", "bfloat16"):
         raise ConfigError(f"dtype = {dtype!r}: expected 'float32' or 'bfloat16'")
-    config, params, draft_to_target = read_drafter(path, target)
-    return Drafter(config, target_lib.cast_params(params, dtype), frozen_parts(target.params, draft_to_target))
+    checkpoint = open_drafter(path, target.config)
+    print(f"drafter {path}: {checkpoint.summary}", file=sys.stderr)
+    check_copies(checkpoint, target.params)
+    params = target_lib.cast_params(checkpoint.params, dtype)
+    drafter = Drafter(checkpoint.config, params, frozen_parts(target.params, checkpoint.draft_to_target))
+    if self_test:
+        prompts = selftest.questions(target)
+        if not prompts:
+            raise ConfigError("self_test needs a tokenizer with a chat template; call weights.selftest with prompts")
+        selftest.warn_unless_sound(selftest.self_test(target, drafter, prompts))
+    return drafter

@@ -16,9 +16,9 @@ from dspark_jax.config import DrafterConfig
 from dspark_jax.drafters import base
 from dspark_jax.drafters.backbone import Backbone, KeyValue
 from dspark_jax.drafters.base import DraftOutput, Frozen
-from dspark_jax.drafters.heads import ConfidenceHead, MarkovHead
-from dspark_jax.kv_cache import Cache, LayerCache
-from dspark_jax.layers import linear
+from dspark_jax.drafters.heads import ConfidenceHead, MarkovHead, first_state
+from dspark_jax.kv_cache import Cache, DocumentRows, LayerCache
+from dspark_jax.layers import linear, scaled_embedding, soft_cap
 from dspark_jax.sampling import BlockSample, SamplingRows, sample_block
 
 Params = dict[str, Any]
@@ -32,7 +32,7 @@ class DSparkModel(nn.Module):
         c = self.config
         self.backbone = Backbone(c)
         if c.markov_rank:
-            self.markov = MarkovHead(c.vocab_size, c.head_rows, c.markov_rank)
+            self.markov = MarkovHead(c)
         if c.confidence_head:
             self.confidence_head = ConfidenceHead()
 
@@ -47,8 +47,18 @@ class DSparkModel(nn.Module):
     def embed_previous(self, previous: jax.Array) -> jax.Array:
         return self.markov.embed(previous)
 
-    def bias(self, embedded: jax.Array, ids: jax.Array | None = None) -> jax.Array:
-        return self.markov.bias(embedded, ids)
+    def project(self, hidden: jax.Array) -> jax.Array | None:
+        return self.markov.project(hidden)
+
+    def step(
+        self, state: Any, previous: jax.Array, projected: jax.Array | None, ids: jax.Array | None
+    ) -> tuple[Any, jax.Array]:
+        """The sequential head's next state, and its bias [..., V] (of `ids` [..., K] only) after token `previous`."""
+        state, latent = self.markov.step(state, self.markov.embed(previous), projected)
+        return state, self.markov.bias(latent, ids)
+
+    def bias(self, latent: jax.Array) -> jax.Array:
+        return self.markov.bias(latent)
 
     def confidence(self, hidden: jax.Array, embedded: jax.Array | None) -> jax.Array:
         """Logits [...] from hidden [..., D] and the previous token's Markov row [..., r]."""
@@ -60,17 +70,35 @@ class DSparkModel(nn.Module):
     def __call__(
         self, taps_BSMD: jax.Array, embedded_BAGD: jax.Array, anchor_BA: jax.Array, previous_BAG: jax.Array
     ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-        """Teacher-forced: hidden [B, A, G, D], Markov rows [B, A, G, r], confidence logits [B, A, G]."""
+        """Everything once, for `init`: `context`, then `teacher_forced`."""
         position_BS = jnp.broadcast_to(jnp.arange(taps_BSMD.shape[1])[None, :], taps_BSMD.shape[:2])
         context = self.context(taps_BSMD, position_BS)
         dtype = kv_cache.compute_dtype(self.backbone.fc.dtype)
         caches = [kv_cache.from_rows(k_BSKH, v_BSKH, dtype) for k_BSKH, v_BSKH in context]
+        return self.teacher_forced(embedded_BAGD, anchor_BA, caches, previous_BAG)
+
+    def teacher_forced(
+        self,
+        embedded_BAGD: jax.Array,
+        anchor_BA: jax.Array,
+        caches: Sequence[Cache],
+        previous_BAG: jax.Array,
+        detach_confidence: bool = False,
+    ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+        """Hidden states [B, A, G, D], Markov latents [B, A, G, r], confidence logits [B, A, G].
+
+        `detach_confidence`: the confidence head learns from the backbone and the Markov rows without teaching them.
+        """
         hidden_BAGD = self.block(embedded_BAGD, anchor_BA, caches)
         embedded = self.embed_previous(previous_BAG) if self.config.markov_rank else None
-        confidence = self.confidence(hidden_BAGD, embedded) if self.config.confidence_head else None
-        if self.is_initializing() and embedded is not None:
-            self.bias(embedded)
-        return hidden_BAGD, embedded, confidence
+        confidence = None
+        if self.config.confidence_head:
+            seen = jax.lax.stop_gradient((hidden_BAGD, embedded)) if detach_confidence else (hidden_BAGD, embedded)
+            confidence = self.confidence(*seen)
+        latent = None if embedded is None else self.markov.latents(hidden_BAGD, embedded)
+        if self.is_initializing() and latent is not None:
+            self.bias(latent)
+        return hidden_BAGD, latent, confidence
 
 
 class Proposal(NamedTuple):
@@ -83,7 +111,9 @@ class Proposal(NamedTuple):
 def _embed_block(config: DrafterConfig, frozen: Frozen, first_BA: jax.Array) -> jax.Array:
     """[anchor, mask, mask, ...] through the target's embedding: [B, A, block_size, D]."""
     masks = jnp.full((*first_BA.shape, config.block_size - 1), config.mask_token_id, first_BA.dtype)
-    return frozen.embed_VD[jnp.concatenate([first_BA[:, :, None], masks], axis=-1)]
+    return scaled_embedding(
+        frozen.embed_VD, jnp.concatenate([first_BA[:, :, None], masks], axis=-1), config.embed_scale
+    )
 
 
 def init_params(config: DrafterConfig, rng: jax.Array) -> Params:
@@ -104,7 +134,7 @@ class BlockFeatures(NamedTuple):
     """A teacher-forced pass before the vocabulary work."""
 
     hidden_BAGD: jax.Array
-    embedded_BAGR: jax.Array | None
+    latent_BAGR: jax.Array | None
     confidence_BAG: jax.Array | None
 
 
@@ -117,17 +147,42 @@ def teacher_forced_features(
     anchors_BA: jax.Array,
 ) -> BlockFeatures:
     """Everything of `teacher_forced` that does not grow with the vocabulary; training chunks the rest."""
+    rows = context_rows(config, params, taps_BSMD, jnp.zeros_like(tokens_BS))
+    return teacher_forced_blocks(config, params, frozen, tokens_BS, rows, anchors_BA)
+
+
+def context_rows(
+    config: DrafterConfig, params: Params, taps_BSMD: jax.Array, start_BS: jax.Array
+) -> list[DocumentRows]:
+    """Per layer the context of packed rows: token s of a row belongs to the document that begins at start[s]."""
+    position_BS = jnp.arange(start_BS.shape[1])[None, :] - start_BS
+    empty = kv_cache.empty_rows(start_BS, params["backbone"]["fc"].dtype)
+    return commit(config, params, [empty] * config.num_layers, taps_BSMD, position_BS)
+
+
+def teacher_forced_blocks(
+    config: DrafterConfig,
+    params: Params,
+    frozen: Frozen,
+    tokens_BS: jax.Array,
+    rows: Sequence[DocumentRows],
+    anchors_BA: jax.Array,
+    detach_confidence: bool = False,
+) -> BlockFeatures:
+    """`teacher_forced_features` for some of the anchors, over the context that `context_rows` made for all of them."""
+    start_BA = jnp.take_along_axis(rows[0].start_BS, anchors_BA, axis=1)
+    seen = [row.of_blocks(start_BA) for row in rows]
     first_BA = base.gather_positions(tokens_BS, anchors_BA)
     previous_BAG = base.previous_tokens(tokens_BS, anchors_BA, config.num_drafts)
-    embedded_BAGD = _embed_block(config, frozen, first_BA)
-    return BlockFeatures(*_apply(config, params, taps_BSMD, embedded_BAGD, anchors_BA, previous_BAG))
+    arguments = (_embed_block(config, frozen, first_BA), anchors_BA - start_BA, seen, previous_BAG, detach_confidence)
+    return BlockFeatures(*_apply(config, params, *arguments, method="teacher_forced"))
 
 
-def draft_logits(config: DrafterConfig, params: Params, frozen: Frozen, hidden: jax.Array, embedded: Any) -> jax.Array:
+def draft_logits(config: DrafterConfig, params: Params, frozen: Frozen, hidden: jax.Array, latent: Any) -> jax.Array:
     """Float32 logits [..., V] over the draft vocabulary, sequential head included."""
-    logits = linear(hidden, frozen.head_VD)
+    logits = soft_cap(linear(hidden, frozen.head_VD), config.logit_softcap)
     if config.markov_rank:
-        logits += _apply(config, params, embedded, method="bias")
+        logits += _apply(config, params, latent, method="bias")
     return logits
 
 
@@ -141,7 +196,7 @@ def teacher_forced(
 ) -> DraftOutput:
     """Drafts of the blocks at `anchors`, every slot fed the true token before it. See DraftOutput."""
     features = teacher_forced_features(config, params, frozen, tokens_BS, taps_BSMD, anchors_BA)
-    logits = draft_logits(config, params, frozen, features.hidden_BAGD, features.embedded_BAGR)
+    logits = draft_logits(config, params, frozen, features.hidden_BAGD, features.latent_BAGR)
     return DraftOutput(logits, features.confidence_BAG)
 
 
@@ -186,7 +241,7 @@ def propose(
     embedded_RAGD = _embed_block(config, frozen, first_R[:, None])
     hidden_RAGD = _apply(config, params, embedded_RAGD, anchor_R[:, None], caches, method="block")
     hidden_RGD = hidden_RAGD[:, 0]
-    base_RGV, ids_RGK, support_RGK = linear(hidden_RGD, frozen.head_VD), None, None
+    base_RGV, ids_RGK, support_RGK = soft_cap(linear(hidden_RGD, frozen.head_VD), config.logit_softcap), None, None
     if 0 < shortlist < config.head_rows:
         base_RGV, ids_RGK = jax.lax.top_k(base_RGV, shortlist)
         support_RGK = ids_RGK if frozen.draft_to_target_V is None else frozen.draft_to_target_V[ids_RGK]
@@ -194,13 +249,14 @@ def propose(
     def embed_previous(previous: jax.Array) -> Any:
         return _apply(config, params, previous, method="embed_previous") if config.markov_rank else None
 
-    def step(_: None, previous_R: jax.Array, ids_RK: jax.Array | None) -> tuple[None, Any]:
+    def step(state: Any, previous_R: jax.Array, slot: Any) -> tuple[Any, Any]:
         if not config.markov_rank:
             return None, jnp.zeros((previous_R.shape[0], 1))
-        return None, _apply(config, params, embed_previous(previous_R), ids_RK, method="bias")
+        return _apply(config, params, state, previous_R, *slot, method="step")
 
-    d2t_V = frozen.draft_to_target_V
-    sample = sample_block(step, None, first_R, base_RGV, ids_RGK, keys_RG, rows, d2t_V, greedy, support_RGK)
+    projected_RG = _apply(config, params, hidden_RGD, method="project") if config.markov_rank else None
+    state, slots, d2t_V = first_state(config, first_R.shape), (projected_RG, ids_RGK), frozen.draft_to_target_V
+    sample = sample_block(step, state, first_R, base_RGV, slots, keys_RG, rows, d2t_V, greedy, support_RGK)
     confidence_RG = None
     if config.confidence_head:
         # Slot k's confidence sees the token before it and never its own, so it may gate that token's verification.

@@ -1,6 +1,6 @@
 """Targets from GGUF files: llama and qwen3 architectures, dequantised to float32 by the `gguf` package."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ from gguf import GGMLQuantizationType as Quant
 from dspark_jax.config import ConfigError, TargetConfig
 from dspark_jax.weights.gguf_tokenizer import tokenizer_from_gguf
 from dspark_jax.weights.tokenizer import ChatTokenizer
-from dspark_jax.weights.tree import build_params, check_tensors, file_name, part_shapes
+from dspark_jax.weights.tree import HERE, Index, Placement, build_params, check_tensors, file_name, part_shapes
 
 FAMILIES: dict[str, Literal["llama", "qwen3"]] = {"llama": "llama", "qwen3": "qwen3"}
 QUANTISATIONS = (
@@ -41,8 +41,11 @@ class _Reader(gguf.GGUFReader):
         super().__setattr__(name, value.view(np.ndarray) if name == "data" else value)
 
 
-def read_gguf(path: str | Path) -> tuple[TargetConfig, dict[str, Any], ChatTokenizer | None]:
-    """Reads a GGUF file: its config, float32 parameters (the tree of weights/tree.py) and tokenizer (None if absent).
+def read_gguf(
+    path: str | Path, placement: Placement = HERE, only: Collection[str] | None = None
+) -> tuple[TargetConfig, dict[str, Any], ChatTokenizer | None]:
+    """Reads a GGUF file: its config, parameters (the tree of weights/tree.py; `only` some of them) and tokenizer (None
+    if absent).
 
     Raises ConfigError for a file that is not whole, another architecture, a quantisation outside QUANTISATIONS,
     rope scaling, and tensors or keys that are missing, of another shape, or not used.
@@ -61,14 +64,14 @@ def read_gguf(path: str | Path) -> tuple[TargetConfig, dict[str, Any], ChatToken
             known = ", ".join(quant.name for quant in QUANTISATIONS)
             raise ConfigError(f"{path}: tensor {name!r} is quantised as {tensor.tensor_type.name}; readable: {known}")
 
-    def read(part: str) -> np.ndarray:
+    def read(part: str, index: Index = ()) -> np.ndarray:
         tensor = tensors[names[part]]
         weight = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         if config.family == "llama" and part.endswith(("/q", "/k")):
-            return unpermute(weight, config.num_heads if part.endswith("/q") else config.num_kv_heads)
-        return weight
+            weight = unpermute(weight, config.num_heads if part.endswith("/q") else config.num_kv_heads)
+        return weight[index]
 
-    return config, build_params(config, read), tokenizer_from_gguf(path, metadata, config.vocab_size)
+    return config, build_params(config, read, placement, only), tokenizer_from_gguf(path, metadata, config.vocab_size)
 
 
 def open_gguf(path: Path) -> tuple[gguf.GGUFReader, dict[str, Any]]:

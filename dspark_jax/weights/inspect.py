@@ -1,0 +1,92 @@
+"""What a drafter checkpoint is, as a table.
+
+    python -m dspark_jax.weights.inspect PATH
+
+PATH is a drafter's folder in any format that is read here, a training run's folder, or a Hub id.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any
+
+import jax
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from dspark_jax.weights import cli
+from dspark_jax.weights.drafter_files import WRITABLE, DrafterCheckpoint, open_drafter
+from dspark_jax.weights.export import trained_on
+
+
+@dataclasses.dataclass(frozen=True)
+class Args:
+    path: Annotated[str, tyro.conf.Positional]
+    """The drafter: a folder, a training run's folder, or a Hub id (org/name or org/name@revision)."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = tyro.cli(Args, args=argv, prog="dspark_jax.weights.inspect", description=__doc__)
+
+    def show() -> None:
+        checkpoint = open_drafter(cli.drafter_folder(args.path))
+        table = Table("what", "value", title=args.path, title_justify="left")
+        for what, value in rows(checkpoint):
+            table.add_row(what, value)
+        Console(soft_wrap=True).print(table)
+
+    return cli.run(show)
+
+
+def rows(checkpoint: DrafterCheckpoint) -> Iterator[tuple[str, str]]:
+    """Lines of the table: name and value."""
+    c, told = checkpoint.config, trained_on(checkpoint)
+    leaves = jax.tree.leaves(checkpoint.params)
+    rows_are = "every row is a draft" if c.layout == "anchor_first" else "the anchor's row is none"
+    yield "format", checkpoint.form.title
+    yield "layout", f"{c.layout}: {c.block_size} rows, {c.num_drafts} drafts a block ({rows_are})"
+    size = sum(leaf.size for leaf in leaves)
+    stored = ", ".join(sorted({str(leaf.dtype) for leaf in leaves}))
+    yield "parameters", f"{size:,} of its own, {sum(leaf.nbytes for leaf in leaves) / 2**20:.1f} MiB, {stored}"
+    yield "copies of the target's", ", ".join(checkpoint.copies) or "none"
+    heads = f"{c.num_heads} heads, {c.num_kv_heads} key/value heads, head size {c.head_dim}"
+    yield "layers", f"{c.num_layers}: width {c.d_model}, MLP {c.d_ff}, {heads}"
+    yield "attention", _attention(checkpoint)
+    yield "target layers", f"{', '.join(map(str, c.target_layer_ids))} of {c.num_target_layers} (-1 is the embedding)"
+    yield "sequential head", f"Markov, {c.markov_head_type}, rank {c.markov_rank}" if c.markov_rank else "none"
+    reads = "hidden state and previous token" if c.confidence_with_markov else "hidden state"
+    yield "confidence head", f"yes, from the {reads}" if c.confidence_head else "none"
+    reduced = f"{c.draft_vocab_size:,} of {c.vocab_size:,} ids" if c.draft_vocab_size else f"all {c.vocab_size:,} ids"
+    yield "draft vocabulary", f"{reduced}; mask token {c.mask_token_id}"
+    yield "rope, norm, context", f"theta {c.rope_theta:g}, epsilon {c.norm_eps:g}, {c.max_length} positions"
+    for key in ("target", "chat_template", "thinking", "loss"):
+        yield f"trained on: {key.replace('_', ' ')}", _plain(told.get(key))
+    for key in ("step", "measured"):
+        if key in checkpoint.notes:
+            yield key, _plain(checkpoint.notes[key])
+    fits = f"any target of width {c.d_model}, {c.vocab_size:,} ids and {c.num_target_layers} layers"
+    yield "can be served on", f"{told['target']}; in shape, {fits}" if told.get("target") else f"in shape, {fits}"
+    yield "can be written as", ", ".join(WRITABLE)
+
+
+def _attention(checkpoint: DrafterCheckpoint) -> str:
+    c = checkpoint.config
+    windows, causal = c.layer_windows or (0,) * c.num_layers, c.layer_causal or (False,) * c.num_layers
+    words = [
+        f"{f'window {window}' if window else 'full'}{', causal in the block' if one else ''}"
+        for window, one in zip(windows, causal, strict=True)
+    ]
+    return words[0] if len(set(words)) == 1 else "; ".join(f"layer {i}: {word}" for i, word in enumerate(words))
+
+
+def _plain(value: Any) -> str:
+    if value is None:
+        return "not recorded"
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {one:.4g}" if isinstance(one, float) else f"{key} {one}" for key, one in value.items())
+    return str(value)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

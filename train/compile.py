@@ -1,0 +1,259 @@
+"""Proves without a pod that a run compiles for a TPU slice and fits it: memory, work and time of a step.
+
+    python -m train.compile --config configs/qwen3_8b.py --topology v5p:2x2x4 [--GROUP.FIELD VALUE ...]
+
+The full training step, target included, is compiled ahead of time from shapes alone: no weights, no TPU, only libtpu
+(the extra `tpu`). The config file's `get_target()` gives the target's shape. Exit code 0 when the step fits, 1 when it
+does not, 2 for what must be put right.
+"""
+
+import os
+
+# Read when JAX starts: describe TPUs that are not here, and touch none that are.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5p-16")
+os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+
+import dataclasses
+import math
+import re
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import tyro
+from jax.experimental import topologies
+from jax.sharding import Mesh
+from rich.console import Console
+from rich.table import Table
+
+from dspark_jax import sharding
+from dspark_jax.config import Config, ConfigError, TargetConfig, drafter_config
+from dspark_jax.drafters.base import Frozen
+from dspark_jax.target import TargetModel, head_table
+from train.hlo import Traffic, traffic
+from train.main import load_config, load_target_shape
+from train.objective import Batch, StepModels, StepWeights
+from train.step import TrainState, init_state, jitted_step, state_shardings
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """A kind of TPU: main memory that a program can use, dense bfloat16 FLOP/s, bytes/s of main memory, and bytes/s a
+    chip sends along one axis of the torus (both directions)."""
+
+    memory: float
+    flops: float
+    memory_bandwidth: float
+    link_bandwidth: float
+
+
+# Vendor data sheets and the published scaling guide; usable memory as the compiler reports it.
+CHIPS = {
+    "TPU v5 lite": Chip(15.75 * 2**30, 1.97e14, 8.2e11, 0.9e11),
+    "TPU v5": Chip(95.74 * 2**30, 4.59e14, 2.765e12, 1.8e11),
+    "TPU v6 lite": Chip(31.25 * 2**30, 9.18e14, 1.64e12, 1.8e11),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Proof:
+    """What a compiled step takes of each device. `memory` holds bytes by class; `flops` is the work of the whole step
+    divided by the devices; `needed` the total, which exceeds the chip's memory where the compiler gave up."""
+
+    chip: Chip
+    devices: int
+    memory: dict[str, float]
+    needed: float
+    flops: float
+    traffic: Traffic
+    seconds: float
+
+    @property
+    def margin(self) -> float:
+        """The share of a device's memory that stays free; negative where the step does not fit."""
+        return 1 - self.needed / self.chip.memory
+
+    @property
+    def roofline(self) -> dict[str, float]:
+        """Seconds that a step needs at least for each resource, if nothing else were slow."""
+        return {
+            "compute": self.flops / self.chip.flops,
+            "memory": self.traffic.memory / self.chip.memory_bandwidth,
+            "links": sum(self.traffic.collectives.values()) / self.chip.link_bandwidth,
+        }
+
+
+def topology_mesh(config: Config, topology: str) -> Mesh:
+    """The config's mesh over the devices of a topology such as v5p:2x2x4. Raises ConfigError where there is none."""
+    try:
+        devices = topologies.get_topology_desc(topology_name=topology, platform="tpu").devices
+    except Exception as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"--topology {topology}: cannot be described ({reason}); expected a name like v5p:2x2x4, v6e:4x4 or"
+            " v5e:4x4, and libtpu (the extra `tpu`)"
+        ) from error
+    if devices[0].device_kind not in CHIPS:
+        raise ConfigError(f"--topology {topology}: {devices[0].device_kind} is none of {', '.join(CHIPS)}")
+    return sharding.make_mesh(config.mesh, devices)
+
+
+def abstract_step(
+    config: Config, target: TargetConfig, mesh: Mesh
+) -> tuple[StepModels, tuple[TrainState, StepWeights, Batch]]:
+    """The step's static part and its arguments as shapes with shardings. Raises ConfigError as a run would."""
+    drafter = drafter_config(config.draft, target)
+    sharding.check_batch(mesh, config.train.batch_size, config.train.accumulation_steps)
+    models = StepModels(target, drafter, config.loss, config.optimizer, config.train, scan_layers=True)
+
+    def placed(shapes: Any, where: Any) -> Any:
+        return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, where)
+
+    state = jax.eval_shape(lambda: init_state(drafter, config))
+    ids = jnp.zeros((1, 1), jnp.int32)
+    params = jax.eval_shape(lambda: TargetModel(target).init(jax.random.key(0), ids, ids))["params"]
+    kind = jnp.dtype(config.target.dtype)
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, kind if len(x.shape) > 1 else x.dtype), params)
+    vocabulary, to_draft, head = None, None, head_table(params)
+    if drafter.draft_vocab_size:
+        vocabulary = jax.ShapeDtypeStruct((drafter.draft_vocab_size,), jnp.int32)
+        to_draft = jax.ShapeDtypeStruct((target.vocab_size,), jnp.int32)
+        head = jax.ShapeDtypeStruct((drafter.draft_vocab_size, target.d_model), kind)
+    weights = StepWeights(params, Frozen(params["embed"], head, vocabulary), to_draft)
+    parts, length, anchors = config.train.accumulation_steps, config.data.max_length, config.data.num_anchors
+    lead = (parts, config.train.batch_size // parts) if parts > 1 else (config.train.batch_size,)
+    rows = sharding.row_sharding(mesh, len(lead) - 1)
+    shapes = (length, jnp.int32), (length, bool), (length, jnp.int32), (anchors, jnp.int32), (anchors, bool)
+    batch = Batch(*(jax.ShapeDtypeStruct((*lead, size), kind, sharding=rows) for size, kind in shapes))
+    arguments = (
+        placed(state, state_shardings(models, mesh)), placed(weights, sharding.shardings(weights, mesh)), batch
+    )  # fmt: skip
+    return models, arguments
+
+
+def _bytes(tree: Any) -> int:
+    """Bytes of a tree of shapes on one device. Arrays that two leaves share, as tied heads do, count twice."""
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree))
+
+
+def flops(jaxpr: Any) -> float:
+    """Multiply-adds times two of all dots of a traced program, loops as often as they run."""
+    total = 0.0
+    for equation in jaxpr.eqns:
+        name, params = equation.primitive.name, equation.params
+        if name == "dot_general":
+            (contracted, _), _ = params["dimension_numbers"]
+            left = equation.invars[0].aval.shape
+            total += 2.0 * math.prod(equation.outvars[0].aval.shape) * math.prod(left[i] for i in contracted)
+            continue
+        inner = [
+            flops(getattr(p, "jaxpr", p))
+            for p in jax.tree.leaves(list(params.values()), is_leaf=_is_jaxpr)
+            if _is_jaxpr(p)
+        ]
+        if name == "cond":
+            total += max(inner, default=0.0)
+        else:
+            total += sum(inner) * (params["length"] if name == "scan" else 1)
+    return total
+
+
+def _is_jaxpr(value: Any) -> bool:
+    return hasattr(value, "eqns") or hasattr(getattr(value, "jaxpr", None), "eqns")
+
+
+def prove(config: Config, target: TargetConfig, topology: str) -> Proof:
+    """Compiles the training step of `config` for a topology and reads off what it takes.
+
+    Raises ConfigError for settings that a run would refuse.
+    """
+    mesh = topology_mesh(config, topology)
+    models, (state, weights, batch) = abstract_step(config, target, mesh)
+    chip = CHIPS[mesh.devices.flat[0].device_kind]
+    memory: dict[str, float] = {
+        "frozen target": _bytes(weights.target_params),
+        "drafter": _bytes(state.params),
+        "optimiser state": _bytes(state.opt_state),
+        "batch": _bytes(batch),
+    }
+    if weights.target_to_draft_V is not None:
+        memory["draft vocabulary"] = _bytes((weights.frozen.head_VD, weights.frozen.draft_to_target_V))
+    begun = time.perf_counter()
+    with jax.set_mesh(mesh):
+        traced = jitted_step(models, mesh).trace(state, weights, batch)
+        work = flops(traced.jaxpr.jaxpr) / mesh.size
+        try:
+            compiled = traced.lower().compile()
+        except jax.errors.JaxRuntimeError as error:
+            used = re.search(r"Used ([\d.]+)([KMGT]) of", str(error))
+            if used is None:
+                raise
+            needed = float(used[1]) * 2 ** (10 * (1 + "KMGT".index(used[2])))
+            return Proof(chip, mesh.size, memory, needed, work, Traffic({}, 0), time.perf_counter() - begun)
+    seconds = time.perf_counter() - begun
+    stats = compiled.memory_analysis()
+    assert stats is not None
+    memory["activations"] = stats.temp_size_in_bytes
+    memory["program"] = stats.generated_code_size_in_bytes
+    new = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    needed = stats.argument_size_in_bytes + stats.temp_size_in_bytes + stats.generated_code_size_in_bytes + new
+    return Proof(chip, mesh.size, memory, needed, work, traffic(compiled.as_text() or "", mesh.size), seconds)
+
+
+def show(proof: Proof, config: Config, topology: str, console: Console) -> None:
+    """Prints a proof: memory by class, work, bytes over the links, roofline, verdict."""
+    table = Table(title=f"{topology}: {proof.devices} devices, compiled in {proof.seconds:.0f} s", title_justify="left")
+    table.add_column("a device and step")
+    table.add_column("", justify="right")
+    for name, count in proof.memory.items():
+        table.add_row(name, f"{count / 2**30:.2f} GiB")
+    table.add_row("all", f"{proof.needed / 2**30:.2f} of {proof.chip.memory / 2**30:.2f} GiB", end_section=True)
+    table.add_row("work", f"{proof.flops / 1e12:.1f} TFLOP")
+    table.add_row("main memory traffic", f"{proof.traffic.memory / 1e9:.1f} GB")
+    for kind, count in proof.traffic.collectives.items():
+        table.add_row(kind, f"{count / 1e9:.2f} GB")
+    table.add_section()
+    for name, seconds in proof.roofline.items():
+        table.add_row(f"{name} alone", f"{seconds:.3f} s")
+    slowest = max(proof.roofline.values())
+    rows = config.train.batch_size
+    table.add_row(
+        "a step at the roofline", f"{slowest:.3f} s ({rows * config.data.num_anchors / slowest:.0f} anchors/s)"
+    )
+    console.print(table)
+    if proof.margin >= 0:
+        console.print(f"fits, with {proof.margin:.0%} of the memory to spare")
+    else:
+        console.print(f"does not fit: {-proof.margin:.0%} too much; raise accumulation_steps or mesh fsdp")
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """Compiles a run's training step for a TPU topology."""
+
+    config: Path
+    """Python file with get_config() -> Config and get_target() -> TargetConfig."""
+    topology: str
+    """A TPU slice: v5p:2x2x4, v6e:4x4, v5e:4x4, ..."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    try:
+        command, settings = tyro.cli(Command, args=arguments, prog="train.compile", return_unknown_args=True)
+        config: Config = tyro.cli(Config, args=settings, default=load_config(command.config), prog="train.compile")
+        proof = prove(config, load_target_shape(command.config), command.topology)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    show(proof, config, command.topology, Console())
+    return 0 if proof.margin >= 0 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""One run on several hosts: starting together, placing batches, gathering weights, stopping together.
+
+With one process every function here is the plain operation.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+from dspark_jax import sharding
+from dspark_jax.config import ConfigError, MeshSettings
+from train.data import Shard
+from train.objective import Batch
+
+
+def start() -> None:
+    """Joins the other processes of this run when the environment says that there are some; call it before any other
+    use of JAX.
+
+    JAX_COORDINATOR_ADDRESS with JAX_NUM_PROCESSES and JAX_PROCESS_ID names them outright; the workers of a TPU slice
+    and the tasks of a SLURM job are found by JAX itself. Raises ConfigError where a part of this is missing.
+    """
+    environment = os.environ
+    if "JAX_COORDINATOR_ADDRESS" in environment:
+        try:
+            count, index = int(environment["JAX_NUM_PROCESSES"]), int(environment["JAX_PROCESS_ID"])
+        except (KeyError, ValueError) as error:
+            raise ConfigError(
+                f"JAX_COORDINATOR_ADDRESS is set: JAX_NUM_PROCESSES and JAX_PROCESS_ID must be numbers too ({error})"
+            ) from error
+        jax.distributed.initialize(environment["JAX_COORDINATOR_ADDRESS"], count, index)
+    elif (
+        "," in environment.get("TPU_WORKER_HOSTNAMES", "")
+        or int(environment.get("MEGASCALE_NUM_SLICES", "1")) > 1
+        or int(environment.get("SLURM_NTASKS", "1")) > 1
+    ):
+        jax.distributed.initialize()
+
+
+def is_first() -> bool:
+    """Whether this process is the one that writes and speaks."""
+    return jax.process_index() == 0
+
+
+def shard(mesh: Mesh) -> Shard:
+    """This host's rows of every batch. Raises ConfigError where the devices of a row lie on several hosts."""
+    count = jax.process_count()
+    if count == 1:
+        return Shard()
+    for row in mesh.devices.reshape(-1, mesh.shape["tensor"]):
+        if len({device.process_index for device in row}) > 1:
+            raise ConfigError(f"mesh tensor = {mesh.shape['tensor']} reaches over hosts: use fsdp between them")
+    return Shard(jax.process_index(), count)
+
+
+def place_batch(mesh: Mesh, batch: Batch, parts: int) -> Batch:
+    """This host's rows of a batch onto its devices; with several `parts` (accumulation) as [parts, B, ...]."""
+    leading = int(parts > 1)
+    rows = sharding.row_sharding(mesh, leading)
+
+    def one(x: np.ndarray) -> jax.Array:
+        x = x.reshape(parts, -1, *x.shape[1:]) if leading else x
+        if jax.process_count() == 1:
+            return jax.device_put(x, rows)
+        return jax.make_array_from_process_local_data(rows, x)
+
+    return jax.tree.map(one, batch)
+
+
+def to_host(tree: Any) -> Any:
+    """Whole arrays in the memory of every host."""
+    if jax.process_count() == 1:
+        return jax.device_get(tree)
+    return jax.tree.map(lambda x: multihost_utils.process_allgather(x, tiled=True), tree)
+
+
+def local_copy(tree: Any) -> Any:
+    """The arrays on this host's devices alone, for what every host computes by itself. One process: as they are."""
+    if jax.process_count() == 1:
+        return tree
+    mesh = sharding.make_mesh(MeshSettings(fsdp=jax.local_device_count()), jax.local_devices())
+    return jax.device_put(to_host(tree), sharding.shardings(tree, mesh))
+
+
+def agreed(asked: Callable[[], bool], step: int) -> bool:
+    """Whether to stop after this step: the signal of this process or, with several, the step that all agreed on."""
+    if jax.process_count() == 1:
+        return asked()
+    return multihost_utils.reached_preemption_sync_point(step)

@@ -1,0 +1,236 @@
+"""The loss of a batch: target features, teacher-forced drafts and the vocabulary work, over chunks of anchors.
+
+`batch_sums` reads top to bottom. Everything that grows with anchors or with the vocabulary happens inside one chunk of
+blocks, which the backward pass computes again, so memory follows the chunk and not the number of anchors.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dspark_jax import kv_cache, layers, losses, sharding
+from dspark_jax import target as target_lib
+from dspark_jax.config import DrafterConfig, LossConfig, OptimizerSettings, TargetConfig, TrainSettings
+from dspark_jax.drafters import base, dspark
+from dspark_jax.drafters.base import Frozen
+from dspark_jax.kv_cache import DocumentRows
+
+Params = dict[str, Any]
+
+
+class TargetFeatures(NamedTuple):
+    """What training needs of the target at every token: tapped layers, post-norm hidden state, and the log-sum-exp of
+    its logits over the whole vocabulary (read only with a reduced draft vocabulary)."""
+
+    taps_BSMD: jax.Array
+    hidden_BSD: jax.Array
+    log_partition_BS: jax.Array
+
+
+class Batch(NamedTuple):
+    """Rows of one or more conversations with the anchors drawn for them. `supervised` marks the assistant's own tokens;
+    `start` is the place in the row where a token's conversation begins. Blocks where `keep` is False fill the row up.
+    `features` None: the target runs inside the step."""
+
+    tokens_BS: jax.Array
+    supervised_BS: jax.Array
+    start_BS: jax.Array
+    anchors_BA: jax.Array
+    keep_BA: jax.Array
+    features: TargetFeatures | None = None
+
+
+class StepModels(NamedTuple):
+    """Everything static about a step: its compile key. `scan_layers`: the target's layers are one loop over stacked
+    weights where all of them are alike, which compiles far sooner on a TPU and runs several times slower on a CPU."""
+
+    target: TargetConfig
+    drafter: DrafterConfig
+    loss: LossConfig
+    optimizer: OptimizerSettings
+    train: TrainSettings
+    scan_layers: bool = False
+
+
+class StepWeights(NamedTuple):
+    """Frozen weights. `target_to_draft` maps target ids into a reduced draft vocabulary, -1 outside; None: all ids."""
+
+    target_params: Params
+    frozen: Frozen
+    target_to_draft_V: jax.Array | None
+
+
+class BatchSums(NamedTuple):
+    """Loss sums, and the summed acceptance and count of every slot [2, G]; two of these add up."""
+
+    loss: losses.LossSums
+    by_slot_2G: jax.Array
+
+
+def target_features(
+    target: TargetConfig,
+    drafter: DrafterConfig,
+    params: Params,
+    tokens_BS: jax.Array,
+    start_BS: jax.Array,
+    scan_layers: bool = False,
+) -> TargetFeatures:
+    """One forward pass of the frozen target. The log-partition is left out (zeros) where nothing reads it."""
+    rows = kv_cache.empty_rows(start_BS, params["embed"].dtype)
+    if scan_layers and not target.gemma and len({target.layer(i) for i in range(target.num_layers)}) == 1:
+        hidden_BSD, taps_BSMD = _scanned(target, params, tokens_BS, rows, drafter.target_layer_ids)
+    else:
+        position_BS = _positions(start_BS)
+        hidden_BSD, taps_BSMD, _ = target_lib.features(
+            target, params, tokens_BS, position_BS, [rows] * target.num_layers, drafter.target_layer_ids
+        )
+    if drafter.draft_vocab_size:
+        # One sequence at a time: [S, V] logits are the largest array of a step.
+        log_partition_BS = jax.lax.map(
+            lambda hidden_SD: jax.nn.logsumexp(target_lib.logits(params, hidden_SD, target.logit_softcap), axis=-1),
+            hidden_BSD,
+        )
+    else:
+        log_partition_BS = jnp.zeros(tokens_BS.shape, jnp.float32)
+    return jax.lax.stop_gradient(TargetFeatures(taps_BSMD, hidden_BSD, log_partition_BS))
+
+
+def _positions(start_BS: jax.Array) -> jax.Array:
+    return jnp.arange(start_BS.shape[1])[None, :] - start_BS
+
+
+def _scanned(
+    config: TargetConfig, params: Params, tokens_BS: jax.Array, rows: DocumentRows, tap_layers: tuple[int, ...]
+) -> tuple[jax.Array, jax.Array]:
+    """Hidden states and taps by one loop over the layers, their weights stacked here.
+
+    Taps lie in the loop's carry, one slot a tap and one that takes what nobody reads: as outputs of the loop, all
+    layers would be kept.
+    """
+    stacked, block = stack_layers(config, params), target_lib.Block(config, config.layer(0))
+    position_BS = _positions(rows.start_BS)
+    table_VD = sharding.constrain(params["embed"], "tensor", None)
+    x_BSD = layers.scaled_embedding(table_VD, tokens_BS, config.embed_scale)
+    x_BSD = sharding.constrain(x_BSD, sharding.ROWS, None, None)
+    unread = len(tap_layers)
+    slots = [tap_layers.index(i) if i in tap_layers else unread for i in range(config.num_layers)]
+    taps_MBSD = jnp.zeros((unread + 1, *x_BSD.shape), jnp.dtype(params["embed"].dtype))
+    if -1 in tap_layers:
+        taps_MBSD = taps_MBSD.at[tap_layers.index(-1)].set(x_BSD.astype(taps_MBSD.dtype))
+
+    def layer(carry: tuple[jax.Array, jax.Array], weights: tuple[Params, jax.Array]) -> tuple[Any, None]:
+        x_BSD, taps_MBSD = carry
+        whole = sharding.gather_tree({"layers_0": weights[0]})["layers_0"]
+        x_BSD, _ = block.apply({"params": whole}, x_BSD, position_BS, rows)  # type: ignore[misc]
+        x_BSD = sharding.constrain(x_BSD, sharding.ROWS, None, None)
+        return (x_BSD, taps_MBSD.at[weights[1]].set(x_BSD.astype(taps_MBSD.dtype))), None
+
+    (x_BSD, taps_MBSD), _ = jax.lax.scan(layer, (x_BSD, taps_MBSD), (stacked, jnp.asarray(slots)))
+    hidden_BSD = layers.rms_norm(x_BSD, params["final_norm"], config.norm_eps)
+    return hidden_BSD, jnp.moveaxis(taps_MBSD[:-1], 0, 2)
+
+
+def stack_layers(config: TargetConfig, params: Params) -> Params:
+    """The weights of all layers with a leading axis [L, ...], split over the mesh as each of them is."""
+    each = [params[f"layers_{i}"] for i in range(config.num_layers)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
+    return sharding.constrain_tree({"layers": stacked})["layers"]
+
+
+class _Anchors(NamedTuple):
+    """Anchors of every row; a chunk is a part of each row's."""
+
+    anchors_BA: jax.Array
+    keep_BA: jax.Array
+
+
+def supervised_slots(
+    supervised_BS: jax.Array, start_BS: jax.Array, anchors_BA: jax.Array, keep_BA: jax.Array, num_drafts: int
+) -> jax.Array:
+    """Slot i counts while it and all slots before it predict the assistant's own tokens, inside the row and inside the
+    anchor's conversation: [B, A, G]."""
+    index_BAG = anchors_BA[:, :, None] + 1 + jnp.arange(num_drafts)[None, None, :]
+    inside_BAG = index_BAG < supervised_BS.shape[1]
+    start_BA = jnp.take_along_axis(start_BS, anchors_BA, axis=1)
+    same_BAG = base.gather_positions(start_BS, index_BAG) == start_BA[:, :, None]
+    own_BAG = base.gather_positions(supervised_BS, index_BAG) & inside_BAG & same_BAG & keep_BA[:, :, None]
+    return jnp.cumprod(own_BAG.astype(jnp.int32), axis=-1) > 0
+
+
+def batch_sums(models: StepModels, params: Params, weights: StepWeights, batch: Batch) -> BatchSums:
+    """The sums that the loss of a batch, or of a part of it, is made of."""
+    drafter, train = models.drafter, models.train
+    # Gathered once, not in every chunk.
+    frozen = weights.frozen._replace(
+        embed_VD=sharding.constrain(weights.frozen.embed_VD, "tensor", None),
+        head_VD=sharding.constrain(weights.frozen.head_VD, "tensor", None),
+    )
+    features = batch.features
+    if features is None:
+        target = models.target, drafter, weights.target_params, batch.tokens_BS, batch.start_BS
+        features = target_features(*target, models.scan_layers)
+    rows = dspark.context_rows(drafter, params, features.taps_BSMD, batch.start_BS)
+    chunk = max(1, train.blocks_per_chunk * sharding.row_shards() // batch.anchors_BA.shape[0])
+    remat = train.remat if batch.anchors_BA.shape[1] > chunk else "none"
+
+    def chunk_sums(part: _Anchors) -> BatchSums:
+        anchors_BA, keep_BA = part
+        blocks = dspark.teacher_forced_blocks(
+            drafter, params, frozen, batch.tokens_BS, rows, anchors_BA, models.loss.detach_confidence
+        )
+        # The target's logits after token t predict t + 1: slot i's teacher is the hidden state at anchor + i.
+        teacher_BAG = anchors_BA[:, :, None] + jnp.arange(drafter.num_drafts)[None, None, :]
+        labels_BAG = base.gather_positions(batch.tokens_BS, teacher_BAG + 1)
+        if weights.target_to_draft_V is not None:
+            labels_BAG = weights.target_to_draft_V[labels_BAG]
+        teacher_BAGD = base.gather_positions(features.hidden_BSD, teacher_BAG)
+        partition_BAG = None
+        if drafter.draft_vocab_size:
+            partition_BAG = base.gather_positions(features.log_partition_BS, teacher_BAG)
+        mask_BAG = supervised_slots(batch.supervised_BS, batch.start_BS, anchors_BA, keep_BA, drafter.num_drafts)
+        scored = _score if remat == "none" else jax.checkpoint(_score, static_argnums=0)
+        return scored(models, params, frozen, blocks, labels_BAG, teacher_BAGD, partition_BAG, mask_BAG)
+
+    return _sum_over_chunks(chunk_sums, _Anchors(batch.anchors_BA, batch.keep_BA), chunk, remat == "all")
+
+
+def _score(
+    models: StepModels,
+    params: Params,
+    frozen: Frozen,
+    blocks: dspark.BlockFeatures,
+    labels_BAG: jax.Array,
+    teacher_BAGD: jax.Array,
+    partition_BAG: jax.Array | None,
+    mask_BAG: jax.Array,
+) -> BatchSums:
+    """The vocabulary work of some blocks: draft logits, the teacher's, and every term of the loss."""
+    drafter = models.drafter
+    logits_BAGV = dspark.draft_logits(drafter, params, frozen, blocks.hidden_BAGD, blocks.latent_BAGR)
+    base_BAGV = None
+    if models.loss.base_until:
+        base_BAGV = layers.soft_cap(layers.linear(blocks.hidden_BAGD, frozen.head_VD), drafter.logit_softcap)
+    teacher_BAGV = layers.soft_cap(layers.linear(teacher_BAGD, frozen.head_VD), models.target.logit_softcap)
+    terms = losses.slot_terms(
+        logits_BAGV, blocks.confidence_BAG, labels_BAG, jax.lax.stop_gradient(teacher_BAGV), partition_BAG, base_BAGV
+    )
+    counted_BAG = mask_BAG.astype(jnp.float32)
+    by_slot_2G = jnp.stack([jnp.sum(x, axis=(0, 1)) for x in (terms.acceptance * counted_BAG, counted_BAG)])
+    return BatchSums(losses.loss_sums(terms, mask_BAG, models.loss), by_slot_2G)
+
+
+def _sum_over_chunks(chunk_sums: Any, anchors: _Anchors, chunk: int, recompute: bool) -> BatchSums:
+    """Adds `chunk_sums` over `chunk` anchors of every row at a time."""
+    num_anchors = anchors.anchors_BA.shape[1]
+    if num_anchors <= chunk:
+        return chunk_sums(anchors)
+    num_chunks = -(-num_anchors // chunk)
+    # Fillers at anchor 0 that are not kept.
+    padding = ((0, 0), (0, num_chunks * chunk - num_anchors))
+    parts = jax.tree.map(lambda x: jnp.pad(x, padding).reshape(x.shape[0], num_chunks, chunk).swapaxes(0, 1), anchors)
+    shapes = jax.eval_shape(chunk_sums, jax.tree.map(lambda x: x[0], parts))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    body = jax.checkpoint(chunk_sums) if recompute else chunk_sums
+    total, _ = jax.lax.scan(lambda total, part: (jax.tree.map(jnp.add, total, body(part)), None), zeros, parts)
+    return total
