@@ -96,22 +96,31 @@ def paged_cache() -> type[PagedLayer] | type[RaggedLayer]:
 def empty_pages(
     pages: int, num_kv_heads: int, page_size: int, head_dim: int, dtype: jnp.dtype
 ) -> tuple[jax.Array, ...]:
-    """The page pool of one layer, zeros, in the layout of this platform's cache."""
+    """The page pool of one layer, zeros, in the layout of this platform's cache. Raises ConfigError where the kernel
+    could not read it."""
     if paged_cache() is PagedLayer:
         return kv_cache.empty_pages(pages, num_kv_heads, page_size, head_dim, dtype)
+    check_kernel(num_kv_heads, dtype, jax.sharding.get_abstract_mesh().shape.get("tensor", 1))
     return (jnp.zeros((pages, page_size, 2 * num_kv_heads, -(-head_dim // _LANES) * _LANES), dtype),)
 
 
-def check_kernel(name: str, num_kv_heads: int, dtype: jnp.dtype, tensor: int) -> None:
+def page_specs() -> tuple[PartitionSpec, ...]:
+    """Mesh axes of the arrays of a page pool: key/value heads over `tensor`."""
+    if paged_cache() is PagedLayer:
+        return (PartitionSpec(None, "tensor"),) * 2
+    return (PartitionSpec(None, None, "tensor"),)
+
+
+def check_kernel(num_kv_heads: int, dtype: jnp.dtype, tensor: int) -> None:
     """Raises ConfigError where the kernel cannot read the pages that a device holds when `tensor` devices share the
-    key/value heads of the model `name`: their rows must fill whole tiles of memory."""
+    key/value heads: a position of a page must fill whole tiles of memory."""
     if num_kv_heads % tensor:
-        raise ConfigError(f"mesh tensor = {tensor} does not divide the {num_kv_heads} key/value heads of {name}")
-    rows, rest = divmod(2 * num_kv_heads // tensor * jnp.dtype(dtype).itemsize, 4)
-    if rest or not (rows in (1, 2, 4) or rows % 8 == 0):
+        raise ConfigError(f"mesh tensor = {tensor} does not divide the {num_kv_heads} key/value heads")
+    words, rest = divmod(2 * num_kv_heads // tensor * jnp.dtype(dtype).itemsize, 4)
+    if rest or not (words in (1, 2, 4) or words % 8 == 0):
         raise ConfigError(
-            f"{name} has {num_kv_heads // tensor} key/value heads on a device: the TPU kernel reads 1, 2, 4 or a"
-            " multiple of 8 of them; choose another mesh tensor"
+            f"{num_kv_heads // tensor} key/value heads on a device: the TPU kernel reads 1, 2, 4 or a multiple of 8;"
+            " choose another mesh tensor"
         )
 
 

@@ -4,6 +4,7 @@ A program exists for each requests bucket R and packed-token bucket T, one witho
 prefill length. Compiled ahead of time, they cannot be retraced: an unknown shape is an error, not a pause.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -13,9 +14,11 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dspark_jax import Drafter, Target, kv_cache
+from dspark_jax import Drafter, Target, kv_cache, sharding, tpu_cache
 from dspark_jax.config import ConfigError, SamplingParams
+from dspark_jax.drafters import dspark
 from dspark_jax.sampling import SamplingRows, sampling_rows
 from serve import rounds
 from serve.rounds import Knobs, Models, NewRequest, Output, Slots, State, Weights
@@ -37,6 +40,8 @@ class EngineConfig:
     prefill_lengths: tuple[int, ...] = (64, 256)
     verify: Literal["token", "block"] = "token"
     shortlist: int = 32
+    dense_markov: bool = False
+    """Multiply a vanilla Markov head out into a table once: for small vocabularies."""
 
     def __post_init__(self) -> None:
         for field in ("max_requests", "max_context", "page_size"):
@@ -96,7 +101,9 @@ class Engine:
         drafter: Drafter | None,
         config: EngineConfig,
         temperatures_G: Sequence[float] | np.ndarray | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
+        """`mesh` splits weights and pages over its `tensor` axis (and weights over `fsdp`); None: one device."""
         self.config, self.target_config = config, target.config
         self.num_drafts = drafter.config.num_drafts if drafter else 0
         self.models = Models(target.config, drafter.config if drafter else None, config.verify, config.shortlist)
@@ -109,7 +116,12 @@ class Engine:
         if temperatures.shape != (self.num_drafts,):
             raise ConfigError(f"{temperatures.size} confidence temperatures for {self.num_drafts} drafts: one each")
         self.temperatures_G = temperatures.astype(np.float32)
-        self.weights = Weights(target.params, drafter.params if drafter else {}, drafter.frozen if drafter else None)
+        frozen = drafter.frozen if drafter else None
+        if drafter and frozen and config.dense_markov:
+            frozen = frozen._replace(transition_VW=dspark.transition_table(drafter.config, drafter.params))
+        weights = Weights(target.params, drafter.params if drafter else {}, frozen)
+        self.mesh, self._whole = mesh, None if mesh is None else NamedSharding(mesh, PartitionSpec())
+        self.weights = weights if mesh is None else sharding.place(weights, sharding.shardings(weights, mesh))
         self.dtype = target.dtype
         self.request_buckets = tuple(sorted(config.request_sizes)) or request_buckets(config.max_requests)
         self.token_buckets = {r: token_buckets(r, self.num_drafts) for r in self.request_buckets} if drafter else {}
@@ -119,7 +131,11 @@ class Engine:
 
     def reset(self) -> None:
         """Empties all slots and pages."""
-        self.state = _empty_state(self.models, self.config, self.dtype)
+        with on_mesh(self.mesh):
+            make = functools.partial(empty_state, self.models, self.config, self.dtype)
+            self.state = (
+                make() if self.mesh is None else jax.jit(make, out_shardings=state_shardings(make, self.mesh))()
+            )
 
     # -- compilation ---------------------------------------------------------------------------------------------
 
@@ -149,27 +165,7 @@ class Engine:
             list(pool.map(one, missing))
 
     def _lower(self, key: tuple[Any, ...]) -> Any:
-        kind, *sizes = key
-        weights, state, c = self.weights, self.state, self.config
-        slot_R = jax.ShapeDtypeStruct((sizes[0],), jnp.int32)
-        knobs = jax.eval_shape(lambda: self._knobs_arrays(True, 0.0, 1, np.zeros(self.num_drafts, np.float32)))
-        if kind == "prefill":
-            scalar = jax.ShapeDtypeStruct((), jnp.int32)
-            request = jax.eval_shape(
-                lambda: _new_request(0, 0, SamplingParams(), np.zeros(c.pages_per_request, np.int32))
-            )
-            return _PREFILL.lower(self.models, weights, state, slot_R, scalar, scalar, request)
-        if kind == "plain":
-            return _PLAIN.lower(self.models, weights, state, slot_R)
-        if kind == "round":
-            return _ROUND.lower(self.models, sizes[1], weights, state, slot_R, knobs)
-        curve = jax.ShapeDtypeStruct((sizes[0] * (self.num_drafts + 1) + 1,), jnp.float32)
-        if kind == "draft":
-            return _DRAFT.lower(self.models, weights, state, slot_R, knobs, curve)
-        drafted, lengths_R = jax.eval_shape(
-            functools.partial(_draft_and_choose, self.models), weights, state, slot_R, knobs, curve
-        )
-        return _VERIFY.lower(self.models, sizes[1], weights, state, slot_R, drafted, lengths_R)
+        return lower(self.models, self.config, key, self.weights, self.state, self.mesh)
 
     def _program(self, *key: Any) -> Callable[..., Any]:
         if key not in self._programs:
@@ -189,8 +185,8 @@ class Engine:
         tokens_S[: len(tokens)] = tokens
         page_row_P = np.full(self.config.pages_per_request, self.config.pages, np.int32)
         page_row_P[: len(pages)] = pages
-        request = jax.device_put(_new_request(slot, seed, sampling, page_row_P))
-        chunk = jax.device_put((tokens_S, np.int32(start), np.int32(len(tokens))))
+        request = jax.device_put(_new_request(slot, seed, sampling, page_row_P), self._whole)
+        chunk = jax.device_put((tokens_S, np.int32(start), np.int32(len(tokens))), self._whole)
         self.state, output = self._program("prefill", size)(self.weights, self.state, *chunk, request)
         return output
 
@@ -231,14 +227,12 @@ class Engine:
         prior = np.full(self.num_drafts, 0.5, np.float32) if prior_G is None else np.asarray(prior_G, np.float32)
         key = ("knobs", by_survival, threshold, longest, prior.tobytes())
         if key not in self._on_device:
-            arrays = self._knobs_arrays(by_survival, threshold, longest or self.num_drafts, prior)
+            scalars = np.bool_(by_survival), np.float32(threshold), np.int32(longest or self.num_drafts)
+            arrays = Knobs(*scalars, self.temperatures_G, prior)  # type: ignore[arg-type]  (on their way to the device)
             self._on_device = {k: v for k, v in self._on_device.items() if k[0] != "knobs"} | {
-                key: jax.device_put(arrays)
+                key: jax.device_put(arrays, self._whole)
             }
         return self._on_device[key]
-
-    def _knobs_arrays(self, by_survival: bool, threshold: float, longest: int, prior_G: np.ndarray) -> Knobs:
-        return Knobs(np.bool_(by_survival), np.float32(threshold), np.int32(longest), self.temperatures_G, prior_G)  # type: ignore[arg-type]  (host arrays on their way to the device)
 
     def _slots(self, slots: Sequence[int]) -> jax.Array:
         """Slot numbers of a round, filled up to a bucket; uploaded only when they change."""
@@ -248,17 +242,74 @@ class Engine:
             filled = np.full(size, self.config.max_requests, np.int32)
             filled[: len(slots)] = slots
             self._on_device = {k: v for k, v in self._on_device.items() if k[0] != "slots"} | {
-                key: jax.device_put(filled)
+                key: jax.device_put(filled, self._whole)
             }
         return self._on_device[key]
 
 
-def _empty_state(models: Models, config: EngineConfig, dtype: jnp.dtype) -> State:
+def on_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
+    """The context in which a round over `mesh` is traced."""
+    return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
+
+
+def state_shardings(make: Callable[[], State], mesh: Mesh) -> State:
+    """Pages are split over key/value heads, everything else is whole on every device."""
+    state = jax.eval_shape(make)
+    pages = tuple(NamedSharding(mesh, spec) for spec in tpu_cache.page_specs())
+    whole = NamedSharding(mesh, PartitionSpec())
+    return State(
+        [pages] * len(state.target_pages), [pages] * len(state.draft_pages), jax.tree.map(lambda _: whole, state.slots)
+    )
+
+
+def lower(
+    models: Models, config: EngineConfig, key: tuple[Any, ...], weights: Weights, state: State, mesh: Mesh | None
+) -> Any:
+    """One program of the engine, lowered for the devices of `mesh`; weights and state may be shapes with shardings."""
+    kind, *sizes = key
+    whole = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+
+    def shape(*axes: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(axes, dtype, sharding=whole)
+
+    def program(function: Callable[..., Any], statics: tuple[str, ...], keeps_state: bool = True) -> Any:
+        out: Any = whole
+        if mesh is not None and keeps_state:
+            out = (jax.tree.map(lambda x: x.sharding, state), whole)
+        donated = ("state",) if keeps_state else ()
+        return jax.jit(function, static_argnames=statics, donate_argnames=donated, out_shardings=out)
+
+    drafts = models.drafter.num_drafts if models.drafter else 0
+    floats = functools.partial(shape, dtype=jnp.float32)
+    knobs = Knobs(shape(dtype=jnp.bool_), floats(), shape(), floats(drafts), floats(drafts))  # type: ignore[arg-type]
+    slot_R = shape(sizes[0])
+    with on_mesh(mesh):
+        if kind == "prefill":
+            sampling = SamplingRows(floats(1), shape(1), floats(1))  # type: ignore[arg-type]
+            request = NewRequest(shape(), shape(2, dtype=jnp.uint32), sampling, shape(config.pages_per_request))  # type: ignore[arg-type]
+            return program(rounds.prefill, ("models",)).lower(models, weights, state, slot_R, shape(), shape(), request)
+        if kind == "plain":
+            return program(rounds.plain_round, ("models",)).lower(models, weights, state, slot_R)
+        if kind == "round":
+            jitted = program(rounds.draft_round, ("models", "num_tokens"))
+            return jitted.lower(models, sizes[1], weights, state, slot_R, knobs)
+        curve = floats(sizes[0] * (drafts + 1) + 1)
+        if kind == "draft":
+            jitted = program(_draft_and_choose, ("models",), keeps_state=False)
+            return jitted.lower(models, weights, state, slot_R, knobs, curve)
+        halves = jax.eval_shape(functools.partial(_draft_and_choose, models), weights, state, slot_R, knobs, curve)
+        drafted, lengths_R = jax.tree.map(lambda x: shape(*x.shape, dtype=x.dtype), halves)
+        jitted = program(_verify, ("models", "num_tokens"))
+        return jitted.lower(models, sizes[1], weights, state, slot_R, drafted, lengths_R)
+
+
+def empty_state(models: Models, config: EngineConfig, dtype: jnp.dtype) -> State:
+    """No request in any slot, pages of zeros for weights of `dtype`."""
     kv_dtype, n = kv_cache.compute_dtype(dtype), config.max_requests
 
     def pools(model: Any) -> rounds.Pages:
         shape = (config.pages, model.num_kv_heads, config.page_size, model.head_dim, kv_dtype)
-        return [kv_cache.empty_pages(*shape) for _ in range(model.num_layers)]
+        return [tpu_cache.empty_pages(*shape) for _ in range(model.num_layers)]
 
     slots = Slots(
         jnp.zeros(n, jnp.int32),
@@ -288,10 +339,3 @@ def _verify(
     lengths_R: jax.Array,
 ) -> tuple[State, Output]:  # fmt: skip
     return rounds.verify(models, weights, state, slot_R, drafted, lengths_R, num_tokens)
-
-
-_PREFILL = jax.jit(rounds.prefill, static_argnames=("models",), donate_argnames=("state",))
-_PLAIN = jax.jit(rounds.plain_round, static_argnames=("models",), donate_argnames=("state",))
-_ROUND = jax.jit(rounds.draft_round, static_argnames=("models", "num_tokens"), donate_argnames=("state",))
-_DRAFT = jax.jit(_draft_and_choose, static_argnames=("models",))
-_VERIFY = jax.jit(_verify, static_argnames=("models", "num_tokens"), donate_argnames=("state",))

@@ -90,8 +90,10 @@ def _domains(rows: Sequence[Row], path: Path) -> None:
     names = sorted({name for row in rows for name in row["by_domain"]})
     for name in names:
         users = [row["users"] for row in rows]
-        (drawn,) = axes.plot(users, [row["by_domain"][name]["verified"] for row in rows], marker="o", label=name)
-        accepted = [row["by_domain"][name]["accepted"] for row in rows]
+        verified, accepted = (
+            [row["by_domain"].get(name, {}).get(key, np.nan) for row in rows] for key in ("verified", "accepted")
+        )
+        (drawn,) = axes.plot(users, verified, marker="o", label=name)
         axes.plot(users, accepted, marker="x", linestyle=":", color=drawn.get_color())
     axes.set_xscale("log", base=2)
     axes.set_xlabel("users")

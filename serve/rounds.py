@@ -24,6 +24,7 @@ from dspark_jax.schedule import admit_top, prefix_schedule
 from dspark_jax.sharding import constrain
 from dspark_jax.tpu_cache import paged_cache
 
+_LAW_ROWS = 8
 Params = dict[str, Any]
 Pages = list[tuple[jax.Array, ...]]  # a layer each; `tpu_cache.paged_cache` says what a page looks like
 
@@ -216,7 +217,7 @@ def verify(
         return verify_lib.verify_greedy(best_T[index_RS], sample.tokens_RG, lengths_R)
 
     def sampled() -> verify_lib.Verdict:
-        law_TV = request_law(logits_TV, *(x[row_T] for x in view.sampling))
+        law_TV = _laws(logits_TV, SamplingRows(*(x[row_T] for x in view.sampling)))
         accept = verify_lib.verify_block if models.verifier == "block" else verify_lib.verify_tokens
         t2d_V = None
         if sample.support_RGK is None and weights.frozen is not None and weights.frozen.draft_to_target_V is not None:
@@ -233,6 +234,16 @@ def verify(
         drafted.survival_RG,
     )  # fmt: skip
     return state._replace(slots=slots), output
+
+
+def _laws(logits_TV: jax.Array, rows: SamplingRows) -> jax.Array:
+    """`request_law` a few rows at a time: its searches hold several copies of what they look at, and so never more
+    than the logits and the laws themselves are whole."""
+    num_tokens, vocab_size = logits_TV.shape
+    if num_tokens <= _LAW_ROWS or num_tokens % _LAW_ROWS:
+        return request_law(logits_TV, *rows)
+    grouped = jax.tree.map(lambda x: x.reshape(-1, _LAW_ROWS, *x.shape[1:]), (logits_TV, rows))
+    return jax.lax.map(lambda part: request_law(part[0], *part[1]), grouped).reshape(num_tokens, vocab_size)
 
 
 def _target_pass(
@@ -266,9 +277,8 @@ def draft_round(
 ) -> tuple[State, Output]:
     """The whole round in T packed tokens."""
     drafted = draft(models, weights, state, slot_R, knobs)
-    lengths_R = constrain(
-        choose(drafted, slot_R, state.slots.length_N.shape[0], knobs, num_tokens)
-    )  # one for all devices
+    lengths_R = choose(drafted, slot_R, state.slots.length_N.shape[0], knobs, num_tokens)
+    lengths_R = constrain(lengths_R)  # on a mesh: decided whole, the same on every device
     return verify(models, weights, state, slot_R, drafted, lengths_R, num_tokens)
 
 

@@ -193,3 +193,24 @@ def test_a_dearer_machine_verifies_less():
         server.run()
         verified.append(server.totals.verified / server.totals.rounds)
     assert verified[0] > verified[-1] and verified == sorted(verified, reverse=True)
+
+
+def test_a_multiplied_out_head_drafts_the_same():
+    """The table of transitions is the head: same drafts accepted, same texts."""
+    requests = [Request(p, 12) for p in prompts(4)]
+    made = Engine(TARGET, DRAFTER, dataclasses.replace(SMALL, dense_markov=True))
+    made.compile([("prefill", 16), ("plain", 4), ("round", 4, 20)])
+    made.token_buckets = {4: (20,)}
+    server = Server(made, "fixed:4", curves())
+    texts = [server.submit(request) for request in requests]
+    server.run()
+    assert [t.tokens for t in texts] == plain_texts(7, 12)[:4]
+    assert [t.accepted for t in texts] == [t.accepted for t in serve("fixed:4", requests)]
+
+
+def test_a_round_keeps_two_arrays_of_logits():
+    """Memory of verification: the packed logits and their laws are whole, all else is rows of a request or less."""
+    target = make_target(mixing=0.15, vocab_size=8192)
+    config = EngineConfig(max_requests=16, request_sizes=(16,), max_context=32, page_size=16, prefill_lengths=(16,))
+    program = Engine(target, good_drafter(target), config)._lower(("round", 16, 64)).compile()
+    assert program.memory_analysis().temp_size_in_bytes < 3 * (64 * 8192 * 4)

@@ -21,12 +21,14 @@ class Frozen(NamedTuple):
     """The target's parts that a drafter uses and never trains.
 
     `embed_VD` is the whole embedding. `head_VD` holds one row a draft-vocabulary id: all of the target's head, or
-    the rows of the ids in `draft_to_target_V` (None: draft ids are target ids).
+    the rows of the ids in `draft_to_target_V` (None: draft ids are target ids). `transition_VW` may hold a vanilla
+    Markov head multiplied out (see `dspark.transition_table`): a lookup then replaces its product in each step.
     """
 
     embed_VD: jax.Array
     head_VD: jax.Array
     draft_to_target_V: jax.Array | None = None
+    transition_VW: jax.Array | None = None
 
 
 def previous_tokens(tokens_BS: jax.Array, anchors_BA: jax.Array, num_drafts: int) -> jax.Array:

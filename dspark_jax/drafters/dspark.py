@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from dspark_jax import kv_cache
-from dspark_jax.config import DrafterConfig
+from dspark_jax.config import ConfigError, DrafterConfig
 from dspark_jax.drafters import base
 from dspark_jax.drafters.backbone import Backbone, KeyValue
 from dspark_jax.drafters.base import DraftOutput, Frozen
@@ -220,6 +220,20 @@ def commit(
     return [cache.append(k, v, position_BS) for cache, (k, v) in zip(caches, context, strict=True)]
 
 
+def transition_table(config: DrafterConfig, params: Params) -> jax.Array:
+    """A vanilla Markov head as one table [V, W] of biases over the draft vocabulary, float32.
+
+    For small vocabularies: V W entries are read by lookup where the factors cost W r multiplications a step. Raises
+    ConfigError for heads whose bias depends on more than the previous token.
+    """
+    if config.markov_head_type != "vanilla" or not config.markov_rank:
+        raise ConfigError(
+            f"a {config.markov_head_type} head of rank {config.markov_rank} is not a table of transitions"
+        )
+    embedded = _apply(config, params, jnp.arange(config.vocab_size), method="embed_previous")
+    return _apply(config, params, embedded, method="bias")
+
+
 def propose(
     config: DrafterConfig,
     params: Params,
@@ -252,6 +266,9 @@ def propose(
     def step(state: Any, previous_R: jax.Array, slot: Any) -> tuple[Any, Any]:
         if not config.markov_rank:
             return None, jnp.zeros((previous_R.shape[0], 1))
+        if frozen.transition_VW is not None:
+            bias_RW, ids_RK = frozen.transition_VW[previous_R], slot[1]
+            return state, bias_RW if ids_RK is None else jnp.take_along_axis(bias_RW, ids_RK, axis=1)
         return _apply(config, params, state, previous_R, *slot, method="step")
 
     projected_RG = _apply(config, params, hidden_RGD, method="project") if config.markov_rank else None

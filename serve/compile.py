@@ -1,0 +1,294 @@
+"""Proves without a TPU that the engine compiles for a slice and fits it, and predicts its step times.
+
+    python -m serve.compile --target-config qwen3_8b --topology v5e:2x4 --requests 64
+
+Every round of the requests asked for is compiled ahead of time from shapes alone: no weights, no TPU, only libtpu (the
+extra `tpu`). The times are a roofline: a lower bound, whose shape by packed tokens is the curve that the scheduler will
+measure on the real slice. Exit code 0 when the engine fits, 1 when it does not, 2 for what must be put right.
+"""
+
+import os
+
+# Read when JAX starts: describe TPUs that are not here, and touch none that are.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5p-16")
+os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+
+import dataclasses
+import functools
+import json
+import math
+import re
+import runpy
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import tyro
+from jax.experimental import topologies
+from jax.sharding import Mesh
+from rich.console import Console
+from rich.table import Table
+
+from dspark_jax import sharding
+from dspark_jax.config import ConfigError, DrafterConfig, MeshSettings, TargetConfig, drafter_config
+from dspark_jax.drafters import dspark
+from dspark_jax.drafters.base import Frozen
+from dspark_jax.target import TargetModel, head_table
+from serve import roofline
+from serve.engine import EngineConfig, empty_state, lower, state_shardings, token_buckets
+from serve.roofline import CHIPS, Chip, Work
+from serve.rounds import Models, State, Weights
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+DTYPE = jnp.dtype(jnp.bfloat16)
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """Compiles the serving rounds of a target and its drafter for a TPU topology."""
+
+    target_config: str
+    """A file of configs/ that has get_target(), such as qwen3_8b, or the path of one."""
+    topology: str
+    """A TPU slice: v5e:2x4, v5p:2x2x1, v6e:2x2, ..."""
+    requests: tuple[int, ...] = (64,)
+    """Numbers of requests to compile rounds for; the largest sizes the pages."""
+    context: int = 2048
+    """Context of each request that the times assume."""
+    max_context: int = 4096
+    """Longest context of a request: pages are there for all requests of this length."""
+    prefill: tuple[int, ...] = (512,)
+    """Chunk lengths of prompts."""
+    tensor: int = 0
+    """Devices that share the heads of a layer; 0: as many as its key/value heads allow, the others split weights."""
+    json: Path | None = None
+    """File for the numbers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled round on one device: bytes it needs beside weights and pages, its work, seconds to compile. `tokens`:
+    rows of the target."""
+
+    key: tuple[Any, ...]
+    tokens: int
+    temporaries: float
+    work: Work
+    compile_seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Proof:
+    """What the engine takes of each device. `memory`: bytes of weights and pages by name."""
+
+    chip: Chip
+    mesh: Mesh
+    memory: dict[str, float]
+    programs: list[Program]
+
+    @property
+    def needed(self) -> float:
+        return sum(self.memory.values()) + max(p.temporaries for p in self.programs)
+
+    @property
+    def margin(self) -> float:
+        """The share of a device's memory that stays free; negative where the engine does not fit."""
+        return 1 - self.needed / self.chip.memory
+
+
+def load_models(name: str) -> tuple[TargetConfig, DrafterConfig]:
+    """The target's shape and that of its drafter from a config file. Raises ConfigError where there is none."""
+    path = Path(name) if name.endswith(".py") else CONFIGS / f"{name}.py"
+    if not path.is_file():
+        known = sorted(p.stem for p in CONFIGS.glob("*.py") if "def get_target" in p.read_text())
+        raise ConfigError(f"--target-config {name}: no such file; known names: {', '.join(known) or 'none here'}")
+    functions = runpy.run_path(str(path))
+    if "get_target" not in functions:
+        raise ConfigError(f"--target-config {name}: {path.name} has no get_target(), which gives the target's shape")
+    target = functions["get_target"]()
+    return target, drafter_config(functions["get_config"]().draft, target)
+
+
+def topology_mesh(topology: str, tensor: int, num_kv_heads: int) -> Mesh:
+    """The mesh over a slice's devices: `tensor` (0: as many as share the heads evenly) times `fsdp`, which splits each
+    product once more. Raises ConfigError where there is no such slice, or it cannot be split so."""
+    try:
+        devices = topologies.get_topology_desc(topology_name=topology, platform="tpu").devices
+    except Exception as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"--topology {topology}: cannot be described ({reason}); expected a name like v5e:2x4, v5p:2x2x1 or"
+            " v6e:2x2, and libtpu (the extra `tpu`)"
+        ) from error
+    if devices[0].device_kind not in CHIPS:
+        raise ConfigError(f"--topology {topology}: {devices[0].device_kind} is none of {', '.join(CHIPS)}")
+    tensor = tensor or math.gcd(len(devices), num_kv_heads)
+    return sharding.make_mesh(MeshSettings(data=1, fsdp=max(1, len(devices) // tensor), tensor=tensor), devices)
+
+
+def abstract_arguments(models: Models, config: EngineConfig, mesh: Mesh) -> tuple[Weights, State]:
+    """Weights and state as shapes with shardings. Raises ConfigError where the mesh does not divide them."""
+    assert models.drafter is not None
+    target, drafter, ids = models.target, models.drafter, jnp.zeros((1, 1), jnp.int32)
+
+    def cast(shapes: Any) -> Any:
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, DTYPE if len(x.shape) > 1 else x.dtype), shapes)
+
+    def placed(shapes: Any, where: Any) -> Any:
+        return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, where)
+
+    with jax.set_mesh(mesh):
+        params = cast(jax.eval_shape(lambda: TargetModel(target).init(jax.random.key(0), ids, ids))["params"])
+        draft_params = cast(jax.eval_shape(lambda: dspark.init_params(drafter, jax.random.key(0))))
+        make = functools.partial(empty_state, models, config, DTYPE)
+        state = placed(jax.eval_shape(make), state_shardings(make, mesh))
+    vocabulary, head = None, head_table(params)
+    if drafter.draft_vocab_size:
+        vocabulary = jax.ShapeDtypeStruct((drafter.draft_vocab_size,), jnp.int32)
+        head = jax.ShapeDtypeStruct((drafter.draft_vocab_size, target.d_model), DTYPE)
+    weights = Weights(params, draft_params, Frozen(params["embed"], head, vocabulary))
+    return placed(weights, sharding.shardings(weights, mesh)), state
+
+
+def device_bytes(tree: Any) -> int:
+    """Bytes of a tree of shapes on one device."""
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree))
+
+
+def compile_program(
+    models: Models, config: EngineConfig, key: tuple[Any, ...], weights: Weights, state: State, mesh: Mesh, context: int
+) -> Program:
+    """Compiles one round for the devices of `mesh` and reads off what it takes."""
+    kind, requests = key[0], 1 if key[0] == "prefill" else key[1]
+    begun = time.perf_counter()
+    lowered = lower(models, config, key, weights, state, mesh)
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        used = re.search(r"Used ([\d.]+)([KMGT]) of", str(error))
+        if used is None:
+            raise
+        needed = float(used[1]) * 2 ** (10 * (1 + "KMGT".index(used[2])))
+        temporaries, work = needed - device_bytes((weights, state)), Work(math.nan, math.nan)
+        return Program(key, key[-1], temporaries, work, time.perf_counter() - begun)
+    stats, cost = compiled.memory_analysis(), compiled.cost_analysis()
+    assert stats is not None and cost is not None and models.drafter is not None
+    temporaries = stats.temp_size_in_bytes + stats.generated_code_size_in_bytes
+    temporaries += stats.output_size_in_bytes - stats.alias_size_in_bytes
+    # XLA does not look into the kernel, and counts one page of the draft's loop over pages.
+    tensor, itemsize = mesh.shape["tensor"], DTYPE.itemsize
+    work = Work(cost["flops"], cost["bytes accessed"])
+    work += roofline.attention_work(models.target, requests, key[-1], context, itemsize, tensor)
+    if kind == "round":
+        rows = requests * models.drafter.block_size
+        work += roofline.attention_work(models.drafter, requests, rows, context, itemsize, tensor)
+    return Program(key, key[-1], temporaries, work, time.perf_counter() - begun)
+
+
+def prove(command: Command, on_program: Callable[[tuple[Any, ...]], None] | None = None) -> Proof:
+    """Compiles every round that `command` asks for. Raises ConfigError for what an engine would refuse."""
+    target, drafter = load_models(command.target_config)
+    heads = math.gcd(target.num_kv_heads, drafter.num_kv_heads)
+    mesh = topology_mesh(command.topology, command.tensor, heads)
+    requests = tuple(sorted(set(command.requests)))
+    config = EngineConfig(
+        max_requests=max(requests, default=0), request_sizes=requests, max_context=command.max_context,
+        prefill_lengths=command.prefill,
+    )  # fmt: skip
+    if not 0 <= command.context <= command.max_context:
+        raise ConfigError(f"--context {command.context}: expected 0 to --max-context {command.max_context}")
+    models = Models(target, drafter, config.verify, config.shortlist)
+    weights, state = abstract_arguments(models, config, mesh)
+    memory: dict[str, float] = {
+        "target": device_bytes(weights.target),
+        "drafter": device_bytes(weights.drafter),
+        "target pages": device_bytes(state.target_pages),
+        "drafter pages": device_bytes(state.draft_pages),
+    }
+    if drafter.draft_vocab_size and weights.frozen:  # else its head is the target's
+        memory["draft vocabulary"] = device_bytes((weights.frozen.head_VD, weights.frozen.draft_to_target_V))
+    programs = []
+    for key in program_keys(config, drafter.num_drafts):
+        if on_program:
+            on_program(key)
+        programs.append(compile_program(models, config, key, weights, state, mesh, command.context))
+    return Proof(CHIPS[mesh.devices.flat[0].device_kind], mesh, memory, programs)
+
+
+def program_keys(config: EngineConfig, num_drafts: int) -> list[tuple[Any, ...]]:
+    """Rounds of each number of requests by packed tokens, then prefills."""
+    keys: list[tuple[Any, ...]] = []
+    for requests in config.request_sizes:
+        keys.append(("plain", requests))
+        keys += [("round", requests, tokens) for tokens in token_buckets(requests, num_drafts)]
+    return keys + [("prefill", length) for length in config.prefill_lengths]
+
+
+def rows(proof: Proof) -> list[dict[str, Any]]:
+    """The numbers of each program."""
+    return [
+        {
+            "program": p.key[0], "requests": 1 if p.key[0] == "prefill" else p.key[1], "tokens": p.tokens,
+            "temporaries_bytes": p.temporaries, "flops": p.work.flops, "bytes": p.work.bytes,
+            "seconds": roofline.seconds(p.work, proof.chip), "compile_seconds": p.compile_seconds,
+        }
+        for p in proof.programs
+    ]  # fmt: skip
+
+
+def show(proof: Proof, command: Command, console: Console) -> None:
+    """Prints memory by class, the predicted curve, and the verdict."""
+    shape = ", ".join(f"{name} {size}" for name, size in proof.mesh.shape.items())
+    memory = Table(title=f"{command.topology} ({shape}): memory of a device", title_justify="left")
+    memory.add_column("")
+    memory.add_column("GiB", justify="right")
+    for name, count in proof.memory.items():
+        memory.add_row(name, f"{count / 2**30:.2f}")
+    largest = max(p.temporaries for p in proof.programs)
+    memory.add_row("temporaries and code of the largest program", f"{largest / 2**30:.2f}")
+    memory.add_row("all", f"{proof.needed / 2**30:.2f} of {proof.chip.memory / 2**30:.2f}")
+    console.print(memory)
+    curve = Table(title=f"roofline at a context of {command.context}", title_justify="left")
+    names = ("program", "requests", "tokens", "temporaries GiB", "GFLOP", "GB", "ms", "rounds/s", "compiled in s")
+    for name in names:
+        curve.add_column(name, justify="left" if name == "program" else "right")
+    for row in rows(proof):
+        curve.add_row(
+            row["program"], str(row["requests"]), str(row["tokens"]), f"{row['temporaries_bytes'] / 2**30:.2f}",
+            f"{row['flops'] / 1e9:.1f}", f"{row['bytes'] / 1e9:.2f}", f"{row['seconds'] * 1e3:.2f}",
+            f"{1 / row['seconds']:.0f}", f"{row['compile_seconds']:.0f}",
+        )  # fmt: skip
+    console.print(curve)
+    spare = (proof.chip.memory - proof.needed) / 2**30
+    if proof.margin >= 0:
+        console.print(f"fits: {spare:.2f} GiB ({proof.margin:.0%}) of each device stay free")
+    else:
+        console.print(
+            f"does not fit: {-spare:.2f} GiB too much; lower --requests or --max-context, or take more devices"
+        )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    try:
+        command = tyro.cli(Command, args=arguments, prog="serve.compile", description=__doc__)
+        console = Console()
+        with console.status("describing the topology") as status:
+            proof = prove(command, lambda key: status.update(f"compiling {' '.join(map(str, key))}"))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    show(proof, command, console)
+    if command.json:
+        numbers = {"memory": proof.memory, "needed": proof.needed, "chip": dataclasses.asdict(proof.chip)}
+        command.json.write_text(json.dumps(numbers | {"programs": rows(proof)}, indent=1) + "\n")
+    return 0 if proof.margin >= 0 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""Started by test_tpu_cache with four fake CPU devices: rounds on meshes and with the TPU's pages, tokens as JSON."""
+
+import json
+
+import jax
+import numpy as np
+import ragged_reference
+from tiny import good_drafter, make_target, random_tokens
+
+from dspark_jax import SamplingParams, sharding, tpu_cache
+from dspark_jax.config import MeshSettings
+from serve import rounds
+from serve.engine import Engine, EngineConfig
+from serve.rounds import Output
+
+SIZES = EngineConfig(max_requests=2, request_sizes=(2,), max_context=48, page_size=16, prefill_lengths=(16,))
+KEYS = [("prefill", 16), ("plain", 2), ("round", 2, 8)]
+
+
+def play(engine: Engine) -> list[list[int]]:
+    """Two prompts in chunks, then rounds with and without drafts: every number that reaches the host."""
+    engine.compile(KEYS)
+    told: list[list[int]] = []
+
+    def tell(output: Output) -> None:
+        seen = (output.tokens_RG, output.lengths_R, output.accepted_R, output.next_R)
+        told.extend(np.asarray(x).ravel().tolist() for x in seen)
+
+    for slot, sampling in enumerate((SamplingParams(0.0), SamplingParams(0.8, top_k=9))):
+        prompt, pages = random_tokens(slot, 21).tolist(), [slot * 3 + i for i in range(3)]
+        for start in (0, 16):
+            tell(engine.prefill(slot, prompt[start : start + 16], start, slot, sampling, pages))
+    for _ in range(3):
+        tell(engine.round([0, 1], 8, engine.knobs()))
+        tell(engine.plain([0, 1]))
+    tell(engine.round([1], 8, engine.knobs()))
+    return told
+
+
+def main() -> None:
+    assert jax.device_count() == 4
+    target = make_target(mixing=0.15)
+    drafter = good_drafter(target)
+    mesh = sharding.make_mesh(MeshSettings(data=1, fsdp=2, tensor=2))
+    results = {"one": play(Engine(target, drafter, SIZES)), "mesh": play(Engine(target, drafter, SIZES, mesh=mesh))}
+    tpu_cache.ragged_paged_attention = ragged_reference.attention
+    for module in (rounds, tpu_cache):
+        module.paged_cache = lambda: tpu_cache.RaggedLayer
+    results["ragged"] = play(Engine(target, drafter, SIZES))
+    engine = Engine(target, drafter, SIZES, mesh=mesh)
+    results["ragged mesh"] = play(engine)
+    pages = jax.tree.leaves((engine.state.target_pages, engine.state.draft_pages))
+    results["split"] = [x.sharding.shard_shape(x.shape)[2] * 2 == x.shape[2] for x in pages]
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
