@@ -1,0 +1,105 @@
+"""What a longer block costs a round: SmolLM2 and untrained drafters of block 4, 8, 12, 16, with and without the head.
+
+    python -m benchmarks.block_growth --json OUT
+
+The number of verified tokens stays the same, so all growth is the draft pass: the backbone's rows and the steps of the
+sequential head over a shortlist. Weights are random: time does not depend on them.
+"""
+
+import dataclasses
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import jax
+import tyro
+from rich.table import Table
+
+from dspark_jax import ConfigError, Drafter, SamplingParams
+from dspark_jax.drafters import dspark
+from serve import report
+from serve.engine import Engine, EngineConfig
+from serve.setup import load_models
+
+
+@dataclasses.dataclass(frozen=True)
+class Args:
+    """Measure a round against the length of its block."""
+
+    blocks: tuple[int, ...] = (4, 8, 12, 16)
+    requests: int = 8
+    tokens: int = 32
+    """Packed tokens of the verification, the same for all."""
+    shortlist: int = 32
+    repeats: int = 15
+    json: Path | None = None
+
+
+def time_rounds(args: Args) -> list[dict[str, float]]:
+    """Median seconds of a greedy round by block, with the Markov head and without."""
+    target, shipped, _ = load_models("smollm2-135m", None)
+    engines: list[tuple[int, bool, Engine]] = []
+    for block in args.blocks:
+        for head in (True, False):
+            config = dataclasses.replace(
+                shipped.config, block_size=block, markov_rank=shipped.config.markov_rank if head else 0,
+                confidence_with_markov=head,
+            )  # fmt: skip
+            params = dspark.init_params(config, jax.random.key(0))
+            sizes = EngineConfig(
+                max_requests=args.requests, request_sizes=(args.requests,), max_context=256, prefill_lengths=(64,),
+                shortlist=args.shortlist,
+            )  # fmt: skip
+            engine = Engine(target, Drafter(config, params, shipped.frozen), sizes)
+            engine.compile([("prefill", 64), ("round", args.requests, args.tokens)])
+            for slot in range(args.requests):
+                engine.prefill(slot, [1] * 64, 0, slot, SamplingParams(0.0), [2 * slot, 2 * slot + 1])
+            engines.append((block, head, engine))
+    times: dict[tuple[int, bool], list[float]] = {}
+    slots = list(range(args.requests))
+    for _ in range(args.repeats + 1):  # in turn, so that noise of the machine falls on all
+        for block, head, engine in engines:
+            before = jax.tree.map(lambda x: x.copy(), engine.state.slots)
+            start = time.perf_counter()
+            jax.block_until_ready(engine.round(slots, args.tokens, engine.knobs(by_survival=False)))
+            times.setdefault((block, head), []).append(time.perf_counter() - start)
+            engine.state = engine.state._replace(slots=before)
+    median = {key: statistics.median(values[1:]) for key, values in times.items()}
+    first = args.blocks[0]
+    return [
+        {
+            "block": block,
+            "round_seconds": median[block, True],
+            "without_head_seconds": median[block, False],
+            "growth": median[block, True] / median[first, True] - 1,
+            "head_share": 1 - median[block, False] / median[block, True],
+        }
+        for block in args.blocks
+    ]
+
+
+def main() -> int:
+    args = tyro.cli(Args, description=__doc__)
+    try:
+        if args.json:
+            report.check_writable(args.json)
+        rows = time_rounds(args)
+        if args.json:
+            report.write_json(args.json, {"machine": report.machine(), "args": dataclasses.asdict(args) | {"json": None},
+                                          "rows": rows})  # fmt: skip
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    table = Table("block", "round", "growth", "without the sequential head", "share of the head")
+    for row in rows:
+        table.add_row(
+            str(row["block"]), f"{1000 * row['round_seconds']:.1f} ms", f"{row['growth']:+.1%}",
+            f"{1000 * row['without_head_seconds']:.1f} ms", f"{row['head_share']:.1%}",
+        )  # fmt: skip
+    report.console().print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
