@@ -25,6 +25,6 @@ def get_config() -> Config:
         draft=DraftSettings(mask_token_id=151669),
         # Made by: python -m train.regenerate --target Qwen/Qwen3-8B --prompts PROMPTS.jsonl --out data/answers.jsonl
         data=DataSettings(paths=("data/answers.jsonl",), packing=True, workers=8),
-        train=TrainSettings(max_steps=20000, batch_size=512, accumulation_steps=32, blocks_per_chunk=128),
+        train=TrainSettings(max_steps=20000, batch_size=512, accumulation_steps=16, blocks_per_chunk=256),
         mesh=MeshSettings(data=1, fsdp=16),
     )

@@ -34,25 +34,25 @@ def test_the_target_reads_every_conversation_as_if_alone(scan_layers: bool) -> N
         np.testing.assert_allclose(packed.taps_BSMD[:, part], alone.taps_BSMD, rtol=1e-5, atol=1e-5)
 
 
-def test_a_block_reads_its_own_conversation_before_the_anchor_and_nothing_else() -> None:
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_a_block_reads_its_own_conversation_before_the_anchor_and_nothing_else(scan_layers: bool) -> None:
     rng = np.random.default_rng(1)
     taps = jnp.asarray(rng.normal(size=(1, sum(LENGTHS), 2, TARGET.config.d_model)), jnp.float32)
     anchors = np.asarray([[0, 3, 9, 11, 13, 20, 24]])
     config, params, frozen = DRAFTER.config, DRAFTER.params, DRAFTER.frozen
 
-    def blocks(tokens: np.ndarray, taps: jax.Array, start: np.ndarray, anchors: np.ndarray):
-        rows = dspark.context_rows(config, params, taps, jnp.asarray(start))
-        return dspark.teacher_forced_blocks(config, params, frozen, jnp.asarray(tokens), rows, jnp.asarray(anchors))
+    @jax.jit
+    def blocks(tokens: jax.Array, taps: jax.Array, start: jax.Array, anchors: jax.Array) -> jax.Array:
+        rows = dspark.context_rows(config, params, taps, start, scan_layers)
+        return dspark.teacher_forced_blocks(config, params, frozen, tokens, rows, anchors).hidden_BAGD
 
     packed = blocks(TOKENS, taps, START, anchors)
-    for index, anchor in enumerate(anchors[0]):
-        begin = int(START[0, anchor])
-        part = slice(begin, begin + LENGTHS[list(np.unique(START)).index(begin)])
-        plain = dspark.teacher_forced_features(
-            config, params, frozen, jnp.asarray(TOKENS[:, part]), taps[:, part], jnp.asarray([[anchor - begin]])
-        )
-        np.testing.assert_allclose(packed.hidden_BAGD[:, index], plain.hidden_BAGD[:, 0], rtol=1e-5, atol=1e-5)
-    gradient = jax.grad(lambda taps: blocks(TOKENS, taps, START, anchors[:, 3:4]).hidden_BAGD.sum())(taps)
+    plain = jax.jit(lambda *given: dspark.teacher_forced_features(config, params, frozen, *given).hidden_BAGD)
+    for begin, length in zip(np.unique(START), LENGTHS, strict=True):
+        part, own = slice(begin, begin + length), START[0, anchors[0]] == begin
+        alone = plain(TOKENS[:, part], taps[:, part], anchors[:, own] - begin)
+        np.testing.assert_allclose(packed[:, own], alone, rtol=1e-5, atol=1e-5)
+    gradient = jax.jit(jax.grad(lambda taps: blocks(TOKENS, taps, START, anchors[:, 3:4]).sum()))(taps)
     touched = np.flatnonzero(np.abs(np.asarray(gradient)).max(axis=(0, 2, 3)))
     assert touched.tolist() == [9, 10]  # the conversation begins at 9, the anchor is 11
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from dspark_jax import LossConfig
+from dspark_jax.config import ConfigError
 from dspark_jax.drafters.base import DraftOutput
-from dspark_jax.losses import SlotTerms, drafter_loss, loss_sums, slot_terms, total_loss
+from dspark_jax.losses import Shares, SlotTerms, drafter_loss, loss_sums, slot_terms, total_loss
 
 LN2, LN3, LN4 = math.log(2), math.log(3), math.log(4)
 loss_of = jax.jit(drafter_loss, static_argnames="config")
@@ -106,7 +107,9 @@ def test_tau_is_one_plus_the_mean_chain_of_acceptances(drafts):
     supervised = np.array([drafts, 1, drafts // 2, 0, drafts])  # slots a block; a block without any is no block
     mask = np.arange(drafts)[None, None, :] < supervised[None, :, None]
     zero = jnp.zeros(acceptance.shape)
-    _, metrics = total_loss(loss_sums(SlotTerms(zero, zero, zero, zero, acceptance), mask, LossConfig()), LossConfig())
+    _, metrics = total_loss(
+        loss_sums(SlotTerms(*[zero] * 4, acceptance, *[zero] * 3), mask, LossConfig()), LossConfig()
+    )
     chains = [np.cumprod(row[:count]).sum() for row, count in zip(acceptance[0], supervised, strict=True) if count]
     np.testing.assert_allclose(metrics["tau"], 1 + np.mean(chains), rtol=1e-6)
 
@@ -151,9 +154,9 @@ def test_soft_moves_the_weight_of_ce_and_tv_to_the_teachers_law():
     sums = loss_sums(terms_of(*out, labels, teacher), mask, config)
     hard, parts = total_loss(sums, config)
     np.testing.assert_allclose(hard, 0.1 * parts["ce"] + 0.9 * parts["tv"] + parts["confidence"], rtol=1e-6)
-    soft, _ = total_loss(sums, config, soft=1.0)
+    soft, _ = total_loss(sums, config, Shares(soft=1.0))
     np.testing.assert_allclose(soft, parts["soft_ce"] + parts["confidence"], rtol=1e-6)
-    between, _ = total_loss(sums, config, soft=0.25)
+    between, _ = total_loss(sums, config, Shares(soft=0.25))
     np.testing.assert_allclose(between, 0.75 * hard + 0.25 * soft, rtol=1e-5)
 
 
@@ -165,3 +168,50 @@ def test_bfloat16_logits_are_reduced_in_float32():
     assert loss.dtype == jnp.float32
     assert all(value.dtype == jnp.float32 for value in parts.values())
     assert loss == exact
+
+
+def test_decay_zero_is_the_block_size():
+    out, labels, mask, teacher = random_case(11)
+    named, zero = (loss_of(out, labels, mask, teacher, LossConfig(decay=decay))[0] for decay in (4.0, 0.0))
+    assert mask.shape[-1] == 4
+    assert named == zero
+
+
+def test_dpace_weighs_a_slot_by_the_survivors_behind_it():
+    """q(label) = 1/4, 1/2, 1/2, floor 1/2: chances 5/8, 3/4 and, unsupervised, nothing."""
+    logits = jnp.log(jnp.array([[[[0.25, 0.75], [0.5, 0.5], [0.5, 0.5]]]]))
+    labels, mask = np.array([[[0, 0, 0]]]), np.array([[[True, True, False]]])
+    teacher = jnp.zeros((1, 1, 3, 2))
+    config = LossConfig(ce=1.0, tv=0.0, confidence=0.0, dpace=0.5)
+    loss, _ = loss_of(DraftOutput(logits, None), labels, mask, teacher, config)
+    first, second = 5 / 8, 5 / 8 * 3 / 4
+    np.testing.assert_allclose(loss, (first + second) * LN4 + second * LN2, rtol=1e-5)  # one block divides it
+
+    def value(logits):
+        return drafter_loss(DraftOutput(logits, None), labels, mask, teacher, config)[0]
+
+    gradient = jax.jit(jax.grad(value))(logits)
+    expected = np.array([(first + second) * np.array([0.25 - 1, 0.75]), second * np.array([0.5 - 1, 0.5]), [0, 0]])
+    np.testing.assert_allclose(gradient[0, 0], expected, rtol=1e-5, atol=1e-7)  # weights have no gradient
+
+
+def test_base_moves_ce_and_tv_to_the_logits_before_the_sequential_head():
+    out, labels, mask, teacher = random_case(12)
+    base = random_case(13)[0].logits_BAGV
+    config = LossConfig(base_until=0.5)
+    terms = terms_of(*out, labels, teacher, base_logits=base)
+    whole, parts = total_loss(loss_sums(terms, mask, config), config, Shares(base=1.0))
+    of_base, base_parts = loss_of(DraftOutput(base, out.confidence_BAG), labels, mask, teacher, config)
+    np.testing.assert_allclose(parts["base_ce"], base_parts["ce"], rtol=1e-6)
+    np.testing.assert_allclose(parts["base_tv"], base_parts["tv"], rtol=1e-6)
+    np.testing.assert_allclose(whole - parts["confidence"], of_base - base_parts["confidence"], rtol=1e-5)
+    final, _ = total_loss(loss_sums(terms, mask, config), config, Shares(base=0.0))
+    np.testing.assert_allclose(final, loss_of(out, labels, mask, teacher, LossConfig())[0], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"decay": -1.0}, {"dpace": 1.0}, {"base_until": 1.5}, {"soft_until": -0.1}, {"ce": -1.0}]
+)
+def test_loss_settings_that_mean_nothing_are_refused(settings):
+    with pytest.raises(ConfigError, match=f"loss {next(iter(settings))} = "):
+        LossConfig(**settings)

@@ -58,7 +58,7 @@ def tiny(name: str) -> Target:
     return make_target(**FAMILIES[name])
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ["qwen2, llama 3 rope", "gemma 4"])
 def test_token_by_token_decoding_gives_what_one_full_forward_gives(name):
     target, tokens = tiny(name), random_tokens(0, 2, LENGTH)
     full = target.forward(tokens, (0, 1))

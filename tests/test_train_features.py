@@ -74,6 +74,36 @@ def test_a_run_goes_on_after_its_last_whole_shard(
     features.CachedFeatures(tmp_path, run.target, run.drafter).require(run.conversations.records)
 
 
+def test_the_manifest_says_what_was_written(config: Config, cache: Path) -> None:
+    manifest = json.loads((cache / "manifest.json").read_text())
+    records = setup.build(config, None).conversations.records
+    unique = {record.tokens.tobytes(): len(record.tokens) for record in records}
+    assert manifest["records"] == len(unique)
+    assert manifest["tokens"] == sum(unique.values())
+    assert manifest["max_length"] == max(unique.values())
+    assert manifest["dtype"] == "float32"
+
+
+def test_packed_rows_bring_the_features_of_their_conversations(config: Config, cache: Path) -> None:
+    run = setup.build(with_cache(config, cache), None)
+    assert run.features is not None
+    first, second = run.train[:2]
+    both = run.features.read((first, second), 512)
+    for record, begin in ((first, 0), (second, len(first.tokens))):
+        part = slice(begin, begin + len(record.tokens))
+        alone = run.features.read((record,), len(record.tokens))
+        np.testing.assert_array_equal(both.taps_BSMD[part], alone.taps_BSMD)
+    assert not both.hidden_BSD[len(first.tokens) + len(second.tokens) :].any()
+
+
+def test_one_of_several_processes_makes_no_cache(
+    tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "a,b")
+    assert make(config, tmp_path / "cache") == 2
+    assert "train.features runs as one process" in capsys.readouterr().err
+
+
 def test_other_layers_are_refused_by_name(config: Config, cache: Path) -> None:
     with pytest.raises(ConfigError, match=r"made with layers = \[-1, 1\], the run needs \[0, 1\]"):
         setup.build(with_cache(config, cache, target_layer_ids=(0, 1)), None)

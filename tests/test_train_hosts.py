@@ -1,6 +1,5 @@
 """Several processes as one run: what the environment must say, and the same training as in one process."""
 
-import json
 import os
 import socket
 import subprocess
@@ -13,9 +12,9 @@ import pytest
 
 from dspark_jax.config import ConfigError, drafter_config
 from train import hosts
-from train.checkpoint import Checkpoints
+from train.checkpoint import Checkpoints, RunFacts
 from train.main import load_config
-from train.step import init_state
+from train.step import TrainState, init_state
 from train.tiny import tiny_target
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -55,38 +54,52 @@ def losses(out: str) -> list[float]:
     return [float(line.split("loss ")[1].split()[0]) for line in out.splitlines() if ": loss " in line]
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The run in one process on one device, and what it printed."""
+    workdir = tmp_path_factory.mktemp("alone") / "run"
+    return workdir, finished(begin(workdir))
+
+
+def end_of(workdir: Path) -> tuple[TrainState, RunFacts]:
+    config = load_config(CONFIG)
+    like = init_state(drafter_config(config.draft, tiny_target().config), config)
+    checkpoints = Checkpoints(workdir / "checkpoints", 2)
+    state, facts = checkpoints.load_state(like), checkpoints.load_facts()
+    checkpoints.close()
+    return state, facts
+
+
+def assert_alike(left: Path, right: Path) -> None:
+    (one, one_facts), (two, two_facts) = end_of(left), end_of(right)
+    assert one_facts.place == two_facts.place == one_facts.step == two_facts.step
+    assert one_facts.best == pytest.approx(two_facts.best)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), one.params, two.params)
+
+
 @pytest.mark.slow
-def test_two_processes_train_like_one(tmp_path: Path) -> None:
-    alone = finished(begin(tmp_path / "one"))
+def test_eight_devices_train_like_one_and_go_on_with_another_number(tmp_path: Path, alone: tuple[Path, str]) -> None:
+    devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    mesh = ["--mesh.data", "2", "--mesh.fsdp", "2", "--mesh.tensor", "2"]
+    out = finished(begin(tmp_path / "eight", *mesh, **devices))
+    np.testing.assert_allclose(losses(out), losses(alone[1]), atol=1.5e-4)  # shown with four digits
+    assert_alike(tmp_path / "eight", alone[0])
+    resumed = finished(begin(tmp_path / "eight", "--resume", "--train.max-steps", "8"))
+    assert "finished at step 8" in resumed
+    assert end_of(tmp_path / "eight")[1].place == 8
+
+
+@pytest.mark.slow
+def test_two_processes_train_like_one(tmp_path: Path, alone: tuple[Path, str]) -> None:
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    pair = [
-        begin(
-            tmp_path / "two",
-            JAX_COORDINATOR_ADDRESS=f"localhost:{port}",
-            JAX_NUM_PROCESSES="2",
-            JAX_PROCESS_ID=str(index),
-        )
-        for index in range(2)
-    ]
+        coordinator = f"localhost:{free.getsockname()[1]}"
+    names = {"JAX_COORDINATOR_ADDRESS": coordinator, "JAX_NUM_PROCESSES": "2"}
+    pair = [begin(tmp_path / "two", **names, JAX_PROCESS_ID=str(index)) for index in range(2)]
     first, second = (finished(process) for process in pair)
     assert losses(second) == []
     assert len(losses(first)) == 6
-    np.testing.assert_allclose(losses(first), losses(alone), atol=1.5e-4)  # shown with four digits
-    config = load_config(CONFIG)
-    like = init_state(drafter_config(config.draft, tiny_target().config), config)
-    ends = []
-    for name in ("one", "two"):
-        checkpoints = Checkpoints(tmp_path / name / "checkpoints", 2)
-        ends.append((checkpoints.load_state(like), checkpoints.load_facts()))
-        checkpoints.close()
-    (one, one_facts), (two, two_facts) = ends
-    assert one_facts.place == two_facts.place == 6
-    assert one_facts.best == pytest.approx(two_facts.best)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), one.params, two.params)
-    notes = json.loads((tmp_path / "two" / "drafter" / "config.json").read_text())
-    assert notes
-    # And a run of two processes goes on in one.
-    resumed = finished(begin(tmp_path / "two", "--resume", "--train.max-steps", "8"))
-    assert "finished at step 8" in resumed
+    np.testing.assert_allclose(losses(first), losses(alone[1]), atol=1.5e-4)  # shown with four digits
+    assert_alike(tmp_path / "two", alone[0])
+    assert (tmp_path / "two" / "drafter" / "config.json").is_file()
+    assert "finished at step 8" in finished(begin(tmp_path / "two", "--resume", "--train.max-steps", "8"))

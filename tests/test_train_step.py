@@ -82,3 +82,13 @@ def test_the_learning_rate_warms_up_and_falls_to_its_floor() -> None:
     with jax.numpy_dtype_promotion("standard"):
         rates = [float(learning_rate_schedule(settings, 100)(step)) for step in (0, 5, 10, 55, 100)]
     np.testing.assert_allclose(rates, [0.0, 0.5, 1.0, 0.625, 0.25], atol=1e-6)
+
+
+def test_a_detached_confidence_term_trains_its_head_only(run: setup.Run, batch: Batch) -> None:
+    loss = dataclasses.replace(run.config.loss, ce=0.0, tv=0.0, detach_confidence=True)
+    step = functools.partial(loss_and_gradients, run.models._replace(loss=loss))
+    params = init_state(run.drafter, run.config).params
+    _, grads = jax.jit(step)(params, run.weights, batch, Shares(jnp.float32(0.0), jnp.float32(0.0)))
+    head = grads.pop("confidence_head")
+    assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(head))
+    assert all(not np.asarray(x).any() for x in jax.tree.leaves(grads))

@@ -121,7 +121,7 @@ def write_features(records: Sequence[Record], target: Target, drafter: DrafterCo
     """
     wanted = identity(target, drafter) | {"dtype": dtype}
     out.mkdir(parents=True, exist_ok=True)
-    manifest: dict[str, Any] = wanted | {"shards": []}
+    manifest: dict[str, Any] = wanted | {"records": 0, "tokens": 0, "max_length": 0, "shards": []}
     if (out / "manifest.json").exists():
         manifest = _read_manifest(out)
         _check_identity(manifest, wanted, out)
@@ -142,7 +142,10 @@ def write_features(records: Sequence[Record], target: Target, drafter: DrafterCo
             scratch.unlink(missing_ok=True)
             raise ConfigError(f"{path}: cannot write it ({error}); free some space and run again") from error
         scratch.replace(path)
-        keys = [record_key(record) for record in shard]
+        keys, lengths = [record_key(record) for record in shard], [len(record.tokens) for record in shard]
+        manifest["records"] += len(shard)
+        manifest["tokens"] += sum(lengths)
+        manifest["max_length"] = max(manifest["max_length"], *lengths)
         manifest["shards"].append({"file": path.name, "sha256": _checksum(path), "keys": keys})
         _write_manifest(out, manifest)
     return len(todo)
@@ -250,10 +253,12 @@ class Command:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    from train import setup
+    from train import hosts, setup
     from train.main import load_config
 
     try:
+        if hosts.several():
+            raise ConfigError("train.features runs as one process; unset the variables that make it one of several")
         command, settings = tyro.cli(Command, args=arguments, prog="train.features", return_unknown_args=True)
         config: Config = tyro.cli(Config, args=settings, default=load_config(command.config), prog="train.features")
         run = setup.build(dataclasses.replace(config, data=dataclasses.replace(config.data, features="")), None)

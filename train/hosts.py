@@ -18,9 +18,19 @@ from train.data import Shard
 from train.objective import Batch
 
 
+def several() -> bool:
+    """Whether the environment says that this process is one of several."""
+    environment = os.environ
+    return (
+        "JAX_COORDINATOR_ADDRESS" in environment
+        or "," in environment.get("TPU_WORKER_HOSTNAMES", "")
+        or int(environment.get("MEGASCALE_NUM_SLICES", "1")) > 1
+        or int(environment.get("SLURM_NTASKS", "1")) > 1
+    )
+
+
 def start() -> None:
-    """Joins the other processes of this run when the environment says that there are some; call it before any other
-    use of JAX.
+    """Joins the other processes of this run when there are `several`; call it before any other use of JAX.
 
     JAX_COORDINATOR_ADDRESS with JAX_NUM_PROCESSES and JAX_PROCESS_ID names them outright; the workers of a TPU slice
     and the tasks of a SLURM job are found by JAX itself. Raises ConfigError where a part of this is missing.
@@ -34,11 +44,7 @@ def start() -> None:
                 f"JAX_COORDINATOR_ADDRESS is set: JAX_NUM_PROCESSES and JAX_PROCESS_ID must be numbers too ({error})"
             ) from error
         jax.distributed.initialize(environment["JAX_COORDINATOR_ADDRESS"], count, index)
-    elif (
-        "," in environment.get("TPU_WORKER_HOSTNAMES", "")
-        or int(environment.get("MEGASCALE_NUM_SLICES", "1")) > 1
-        or int(environment.get("SLURM_NTASKS", "1")) > 1
-    ):
+    elif several():
         jax.distributed.initialize()
 
 

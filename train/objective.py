@@ -170,7 +170,7 @@ def batch_sums(models: StepModels, params: Params, weights: StepWeights, batch: 
     if features is None:
         target = models.target, drafter, weights.target_params, batch.tokens_BS, batch.start_BS
         features = target_features(*target, models.scan_layers)
-    rows = dspark.context_rows(drafter, params, features.taps_BSMD, batch.start_BS)
+    rows = dspark.context_rows(drafter, params, features.taps_BSMD, batch.start_BS, models.scan_layers)
     chunk = max(1, train.blocks_per_chunk * sharding.row_shards() // batch.anchors_BA.shape[0])
     remat = train.remat if batch.anchors_BA.shape[1] > chunk else "none"
 

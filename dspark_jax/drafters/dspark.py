@@ -13,10 +13,11 @@ import jax.numpy as jnp
 
 from dspark_jax import kv_cache
 from dspark_jax.config import ConfigError, DrafterConfig
-from dspark_jax.drafters import base
+from dspark_jax.drafters import base, scanned
 from dspark_jax.drafters.backbone import Backbone, KeyValue
 from dspark_jax.drafters.base import DraftOutput, Frozen
 from dspark_jax.drafters.heads import ConfidenceHead, MarkovHead, first_state
+from dspark_jax.drafters.scanned import ScannedRows
 from dspark_jax.kv_cache import Cache, DocumentRows, LayerCache
 from dspark_jax.layers import linear, scaled_embedding, soft_cap
 from dspark_jax.sampling import BlockSample, SamplingRows, sample_block
@@ -90,6 +91,12 @@ class DSparkModel(nn.Module):
         `detach_confidence`: the confidence head learns from the backbone and the Markov rows without teaching them.
         """
         hidden_BAGD = self.block(embedded_BAGD, anchor_BA, caches)
+        return hidden_BAGD, *self.heads(hidden_BAGD, previous_BAG, detach_confidence)
+
+    def heads(
+        self, hidden_BAGD: jax.Array, previous_BAG: jax.Array, detach_confidence: bool = False
+    ) -> tuple[jax.Array | None, jax.Array | None]:
+        """Markov latents and confidence logits of hidden states."""
         embedded = self.embed_previous(previous_BAG) if self.config.markov_rank else None
         confidence = None
         if self.config.confidence_head:
@@ -98,7 +105,7 @@ class DSparkModel(nn.Module):
         latent = None if embedded is None else self.markov.latents(hidden_BAGD, embedded)
         if self.is_initializing() and latent is not None:
             self.bias(latent)
-        return hidden_BAGD, latent, confidence
+        return latent, confidence
 
 
 class Proposal(NamedTuple):
@@ -152,9 +159,14 @@ def teacher_forced_features(
 
 
 def context_rows(
-    config: DrafterConfig, params: Params, taps_BSMD: jax.Array, start_BS: jax.Array
-) -> list[DocumentRows]:
-    """Per layer the context of packed rows: token s of a row belongs to the document that begins at start[s]."""
+    config: DrafterConfig, params: Params, taps_BSMD: jax.Array, start_BS: jax.Array, scan_layers: bool = False
+) -> Sequence[DocumentRows] | ScannedRows:
+    """The context of packed rows in every layer: token s of a row belongs to the document that begins at start[s].
+
+    `scan_layers`: as one loop over the layers, where they are alike.
+    """
+    if scan_layers and scanned.alike(config):
+        return scanned.context_rows(config, params, taps_BSMD, start_BS)
     position_BS = jnp.arange(start_BS.shape[1])[None, :] - start_BS
     empty = kv_cache.empty_rows(start_BS, params["backbone"]["fc"].dtype)
     return commit(config, params, [empty] * config.num_layers, taps_BSMD, position_BS)
@@ -165,16 +177,22 @@ def teacher_forced_blocks(
     params: Params,
     frozen: Frozen,
     tokens_BS: jax.Array,
-    rows: Sequence[DocumentRows],
+    rows: Sequence[DocumentRows] | ScannedRows,
     anchors_BA: jax.Array,
     detach_confidence: bool = False,
 ) -> BlockFeatures:
     """`teacher_forced_features` for some of the anchors, over the context that `context_rows` made for all of them."""
-    start_BA = jnp.take_along_axis(rows[0].start_BS, anchors_BA, axis=1)
-    seen = [row.of_blocks(start_BA) for row in rows]
+    start_BS = rows.start_BS if isinstance(rows, ScannedRows) else rows[0].start_BS
+    start_BA = jnp.take_along_axis(start_BS, anchors_BA, axis=1)
     first_BA = base.gather_positions(tokens_BS, anchors_BA)
     previous_BAG = base.previous_tokens(tokens_BS, anchors_BA, config.num_drafts)
-    arguments = (_embed_block(config, frozen, first_BA), anchors_BA - start_BA, seen, previous_BAG, detach_confidence)
+    embedded_BAGD, position_BA = _embed_block(config, frozen, first_BA), anchors_BA - start_BA
+    if isinstance(rows, ScannedRows):
+        hidden_BAGD = scanned.block(config, params, rows, embedded_BAGD, position_BA, start_BA)
+        heads = _apply(config, params, hidden_BAGD, previous_BAG, detach_confidence, method="heads")
+        return BlockFeatures(hidden_BAGD, *heads)
+    seen = [row.of_blocks(start_BA) for row in rows]
+    arguments = (embedded_BAGD, position_BA, seen, previous_BAG, detach_confidence)
     return BlockFeatures(*_apply(config, params, *arguments, method="teacher_forced"))
 
 
