@@ -19,8 +19,8 @@ from rich.table import Table
 from dspark_jax import ConfigError, SamplingParams, generate, load_drafter, load_target
 from dspark_jax.weights.locate import EMBEDDED
 from serve import measure, report
-from serve.bench import SHIPPED_DRAFTER, encode
-from serve.prompts import load_prompts
+from serve.prompts import encode, load_prompts
+from serve.setup import SHIPPED_DRAFTER
 
 
 @dataclasses.dataclass(frozen=True)

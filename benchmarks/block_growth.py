@@ -86,8 +86,8 @@ def main() -> int:
             report.check_writable(args.json)
         rows = time_rounds(args)
         if args.json:
-            report.write_json(args.json, {"machine": report.machine(), "args": dataclasses.asdict(args) | {"json": None},
-                                          "rows": rows})  # fmt: skip
+            settings = dataclasses.asdict(args) | {"json": None}
+            report.write_json(args.json, {"machine": report.machine(), "settings": settings, "rows": rows})
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -208,9 +208,11 @@ def main() -> int:
         return 0
     # The comparison first: what is interrupted has measured that.
     points: list[tuple[Part, int, int]] = [("step", 128, 1024), ("dense", 128, 1024)]
-    points += [("step", anchors, 1024) for anchors in _ANCHORS if anchors != 128]
-    points += [("target", 128, 1024), ("draft", 128, 1024)]
-    points += [(part, 128, length) for length in _LENGTHS if length != 1024 for part in ("step", "target")]
+    points.extend(("step", anchors, 1024) for anchors in _ANCHORS if anchors != 128)
+    points.extend([("target", 128, 1024), ("draft", 128, 1024)])
+    for length in _LENGTHS:
+        if length != 1024:
+            points.extend([("step", 128, length), ("target", 128, length)])
     machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
     args.json.parent.mkdir(parents=True, exist_ok=True)
     results = []

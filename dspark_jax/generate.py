@@ -18,7 +18,7 @@ from dspark_jax import verify as verify_lib
 from dspark_jax.config import ConfigError, DrafterConfig, SamplingParams, TargetConfig
 from dspark_jax.drafters import Drafter, dspark
 from dspark_jax.drafters.base import Frozen
-from dspark_jax.kv_cache import LayerCache
+from dspark_jax.kv_cache import Cache, LayerCache
 from dspark_jax.sampling import SamplingRows, request_law, sample_rows, sampling_rows
 from dspark_jax.target import Target
 
@@ -51,7 +51,7 @@ class _State(NamedTuple):
     """Everything that lives on the device between rounds. Caches hold positions below `length`; the newest token
     of a request, at position `length`, has not been through the target yet."""
 
-    target_caches: list[LayerCache]
+    target_caches: list[Cache]
     draft_caches: list[LayerCache]
     length_R: jax.Array
     newest_R: jax.Array

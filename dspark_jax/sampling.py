@@ -197,4 +197,5 @@ def sample_block(
     by_position = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), (keys_RG, inputs, support_RGK))
     first_R = jnp.asarray(first_token_R).astype(jnp.int32)
     _, drawn = lax.scan(body, (first_state, first_R), (positions_G, *by_position))
-    return BlockSample(*jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), drawn), support_RGK)
+    tokens_RG, draft_ids_RG, law_RGV = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), drawn)
+    return BlockSample(tokens_RG, draft_ids_RG, law_RGV, support_RGK)

@@ -43,7 +43,7 @@ _RULES: tuple[tuple[str, _Spec], ...] = (
 )
 
 
-def make_mesh(settings: MeshSettings, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(settings: MeshSettings, devices: Sequence[Any] | None = None) -> Mesh:
     """The mesh over `devices` (None: all there are). Raises ConfigError where the axes do not multiply to their number.
 
     Devices of one process lie together, so that `tensor`, the chattiest axis, stays inside it.

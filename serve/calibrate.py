@@ -133,7 +133,7 @@ def plot(held: Rollouts, temperatures: np.ndarray, path: Path) -> None:
 
     num_drafts = held.logits_NG.shape[1]
     figure = Figure(figsize=(2.6 * num_drafts, 2.9), layout="constrained")
-    axes = np.atleast_1d(figure.subplots(1, num_drafts, sharey=True))
+    axes = figure.subplots(1, num_drafts, sharey=True, squeeze=False)[0]
     for k, axis in enumerate(axes):
         axis.plot([0, 1], [0, 1], color="0.7", linewidth=1)
         for name, scale in (("before", np.ones(num_drafts, np.float32)), ("after", temperatures)):
@@ -166,6 +166,8 @@ class Args:
     """Prompts a domain."""
     tokens: int = 64
     """New tokens a prompt."""
+    max_prompt_tokens: int = 256
+    """Longer prompts are left out: one of them would size the caches of all."""
     temperature: float = 0.0
     """Of decoding: calibrate for the one that is served."""
     plot: Path | None = None
@@ -180,7 +182,9 @@ def main() -> int:
             report.check_writable(args.plot)
         target, drafter, path = load_models(args.target, args.drafter)
         by_domain = encode(target, chosen, args.tokens)
-        rows = interleave(list(by_domain.values()))
+        rows = [ids for ids in interleave(list(by_domain.values())) if len(ids) <= args.max_prompt_tokens]
+        if not rows:
+            raise ConfigError(f"no prompt has at most {args.max_prompt_tokens} tokens: raise --max-prompt-tokens")
         columns = (TextColumn("rollouts"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns) as progress:
             task = progress.add_task("", total=len(rows))

@@ -152,7 +152,8 @@ def abstract_arguments(models: Models, config: EngineConfig, mesh: Mesh) -> tupl
     if drafter.draft_vocab_size:
         vocabulary = jax.ShapeDtypeStruct((drafter.draft_vocab_size,), jnp.int32)
         head = jax.ShapeDtypeStruct((drafter.draft_vocab_size, target.d_model), DTYPE)
-    weights = Weights(params, draft_params, Frozen(params["embed"], head, vocabulary))
+    frozen = Frozen(params["embed"], head, vocabulary)  # type: ignore[arg-type]  (shapes stand for arrays here)
+    weights = Weights(params, draft_params, frozen)
     return placed(weights, sharding.shardings(weights, mesh)), state
 
 
@@ -173,7 +174,8 @@ def compile_program(
     except jax.errors.JaxRuntimeError as error:
         used = re.search(r"Used ([\d.]+)([KMGT]) of", str(error))
         if used is None:
-            raise
+            reason = str(error).splitlines()[0]
+            raise ConfigError(f"the TPU compiler refuses the program {' '.join(map(str, key))}: {reason}") from error
         needed = float(used[1]) * 2 ** (10 * (1 + "KMGT".index(used[2])))
         temporaries, work = needed - device_bytes((weights, state)), Work(math.nan, math.nan)
         return Program(key, key[-1], temporaries, work, time.perf_counter() - begun)

@@ -257,9 +257,8 @@ def state_shardings(make: Callable[[], State], mesh: Mesh) -> State:
     state = jax.eval_shape(make)
     pages = tuple(NamedSharding(mesh, spec) for spec in tpu_cache.page_specs())
     whole = NamedSharding(mesh, PartitionSpec())
-    return State(
-        [pages] * len(state.target_pages), [pages] * len(state.draft_pages), jax.tree.map(lambda _: whole, state.slots)
-    )
+    slots = jax.tree.map(lambda _: whole, state.slots)
+    return State([pages] * len(state.target_pages), [pages] * len(state.draft_pages), slots)  # type: ignore[list-item]
 
 
 def lower(

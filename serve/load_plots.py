@@ -52,8 +52,7 @@ def _pareto(rows: Sequence[Row], path: Path) -> None:
     for policy, line in _lines(rows).items():
         x = [row["tokens_per_second_per_user_p50"] for row in line]
         y = [row["tokens_per_second"] for row in line]
-        bold = {"linewidth": 2.6, "zorder": 3} if policy == "scheduled" else {"alpha": 0.8}
-        axes.plot(x, y, marker="o", label=policy, **bold)
+        axes.plot(x, y, marker="o", label=policy, linewidth=2.6 if policy == "scheduled" else 1.4)
     for row in _lines(rows).get("scheduled", []):
         place = (row["tokens_per_second_per_user_p50"], row["tokens_per_second"])
         axes.annotate(str(row["users"]), place, xytext=(4, 4), textcoords="offset points", fontsize=8)

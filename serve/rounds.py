@@ -7,6 +7,7 @@ Losslessness: draft (r, j) is verified when its rank by (survival, position, req
 took from earlier rounds. Its survival is a product of confidences that were computed before x_{r,j} was drawn.
 """
 
+import functools
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -117,7 +118,7 @@ def _view(slots: Slots, slot_R: jax.Array) -> _View:
     index_R = jnp.minimum(slot_R, num_slots - 1)
     keys_R = jax.random.wrap_key_data(slots.key_N2[index_R])
     key_R = jax.vmap(jax.random.fold_in)(keys_R, slots.round_N[index_R])
-    rows = SamplingRows(*(x[index_R] for x in slots.sampling))
+    rows = SamplingRows(*(jnp.asarray(x)[index_R] for x in slots.sampling))
     active_R = slot_R < num_slots
     return _View(
         jnp.where(active_R, slots.length_N[index_R], 0),
@@ -130,7 +131,7 @@ def _view(slots: Slots, slot_R: jax.Array) -> _View:
 
 
 def _streams(view: _View, count: int) -> jax.Array:
-    return jax.vmap(lambda key: jax.random.split(key, count))(view.key_R)
+    return jax.vmap(functools.partial(jax.random.split, num=count))(view.key_R)
 
 
 def _layers(pages: Pages, packing: Packing) -> list[Any]:
@@ -217,7 +218,7 @@ def verify(
         return verify_lib.verify_greedy(best_T[index_RS], sample.tokens_RG, lengths_R)
 
     def sampled() -> verify_lib.Verdict:
-        law_TV = _laws(logits_TV, SamplingRows(*(x[row_T] for x in view.sampling)))
+        law_TV = _laws(logits_TV, SamplingRows(*(jnp.asarray(x)[row_T] for x in view.sampling)))
         accept = verify_lib.verify_block if models.verifier == "block" else verify_lib.verify_tokens
         t2d_V = None
         if sample.support_RGK is None and weights.frozen is not None and weights.frozen.draft_to_target_V is not None:
@@ -225,7 +226,7 @@ def verify(
         law = verify_lib.PackedLaw(law_TV, index_RS)
         return accept(keys[:, drafts], keys[:, drafts + 1], law, sample, lengths_R, t2d_V)
 
-    verdict = jax.lax.cond(jnp.any(view.sampling.temperature_R > 0), sampled, greedy)
+    verdict = jax.lax.cond(jnp.any(jnp.asarray(view.sampling.temperature_R) > 0), sampled, greedy)
     finite_T = jnp.isfinite(jnp.max(logits_TV, axis=-1))
     bad_R = jnp.any((packing.index_RS < num_tokens) & ~finite_T[index_RS], axis=1)
     slots = _advance(state.slots, slot_R, verdict, bad_R)
@@ -352,7 +353,12 @@ def prefill(
         old.newest_N.at[slot].set(next_1[0]),
         old.round_N.at[slot].set(1),
         old.key_N2.at[slot].set(request.key_2),
-        SamplingRows(*(x.at[slot].set(new[0]) for x, new in zip(old.sampling, request.sampling_1, strict=True))),
+        SamplingRows(
+            *(
+                jnp.asarray(x).at[slot].set(jnp.asarray(new)[0])
+                for x, new in zip(old.sampling, request.sampling_1, strict=True)
+            )
+        ),
         old.page_table_NP.at[slot].set(request.page_row_P),
     )
     none_1 = jnp.zeros(1, jnp.int32)

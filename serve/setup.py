@@ -42,6 +42,6 @@ def load_engine(target: str, drafter: Path | None, **sizes: Any) -> Engine:
 
 def cache_programs() -> None:
     """Keeps compiled programs on disk between runs, unless the user already chose a place."""
-    if not jax.config.jax_compilation_cache_dir:
+    if not jax.config.values["jax_compilation_cache_dir"]:
         root = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "dspark-jax" / "programs"
         jax.config.update("jax_compilation_cache_dir", str(root))

@@ -5,6 +5,7 @@ rounds, four kinds of request in one batch. A schedule that looks at the token i
 """
 
 import functools
+from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,11 +18,12 @@ from serve.engine import Engine, EngineConfig
 from serve.scheduler import Request
 from serve.server import Server
 
+pytestmark = pytest.mark.slow  # half a minute each
 REQUESTS = 8
 
 
 @functools.cache
-def engine(drafter: str, verify: str, shortlist: int) -> Engine:
+def engine(drafter: str, verify: Literal["token", "block"], shortlist: int) -> Engine:
     return Engine(
         TARGET,
         DRAFTERS[drafter],
@@ -58,14 +60,15 @@ def p_values(made: Engine, samples: int, policy: str = "scheduled") -> tuple[np.
 @pytest.mark.parametrize(
     ("drafter", "verify", "shortlist", "samples"),
     [
-        ("whole", "token", 6, 4096),
-        pytest.param("whole", "token", 6, 24_576, marks=pytest.mark.slow),
-        pytest.param("whole", "block", 6, 24_576, marks=pytest.mark.slow),
-        pytest.param("reduced", "block", 4, 24_576, marks=pytest.mark.slow),
-        pytest.param("reduced", "token", 0, 24_576, marks=pytest.mark.slow),
+        ("whole", "token", 6, 24_576),
+        ("whole", "block", 6, 24_576),
+        ("reduced", "block", 4, 24_576),
+        ("reduced", "token", 0, 24_576),
     ],
 )
-def test_scheduled_serving_follows_the_targets_law(drafter: str, verify: str, shortlist: int, samples: int):
+def test_scheduled_serving_follows_the_targets_law(
+    drafter: str, verify: Literal["token", "block"], shortlist: int, samples: int
+):
     values, verified = p_values(engine(drafter, verify, shortlist), samples)
     assert values.min() > 1e-3, values
     assert verified > 2, "nothing was at stake"

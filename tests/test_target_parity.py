@@ -73,7 +73,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         GEMMA3 | {"final_logit_softcapping": 2.0, "tie_word_embeddings": False, "rope_parameters": None},
     ),
     "gemma 4": ("Gemma4Text", GEMMA4),
-    "gemma 4, values of their own": ("Gemma4Text", GEMMA4 | {"attention_k_eq_v": False, "final_logit_softcapping": None}),
+    "gemma 4, values of their own": (
+        "Gemma4Text",
+        GEMMA4 | {"attention_k_eq_v": False, "final_logit_softcapping": None},
+    ),
 }  # fmt: skip
 
 

@@ -88,4 +88,4 @@ def test_a_small_engine_compiles_for_a_topology_and_a_huge_one_does_not_fit(tmp_
     assert [p["tokens"] for p in rounds] == [8, 16, 32, 64]
     assert all(a["flops"] < b["flops"] for a, b in itertools.pairwise(rounds))
     assert told["needed"] < told["chip"]["memory"]
-    assert run("--requests", "8", "--max-context", "8388608", "--context", "512", "--prefill", "256") == 1
+    assert run("--requests", "8", "--max-context", "1500000", "--context", "512", "--prefill", "256") == 1

@@ -5,7 +5,7 @@ through the same modules, so a drafter cannot be served differently from how it 
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -23,7 +23,6 @@ from dspark_jax.layers import linear, scaled_embedding, soft_cap
 from dspark_jax.sampling import BlockSample, SamplingRows, sample_block
 
 Params = dict[str, Any]
-_C = TypeVar("_C", bound=Cache)
 
 
 class DSparkModel(nn.Module):
@@ -227,9 +226,9 @@ def init_caches(config: DrafterConfig, batch: int, length: int, dtype: jnp.dtype
 
 
 def commit(
-    config: DrafterConfig, params: Params, caches: Sequence[_C], taps_BSMD: jax.Array, position_BS: jax.Array
-) -> list[_C]:
-    """Adds the target's features of S tokens at their positions to the context caches.
+    config: DrafterConfig, params: Params, caches: Sequence[Cache], taps_BSMD: jax.Array, position_BS: jax.Array
+) -> list[Any]:
+    """Adds the target's features of S tokens at their positions to the context caches, whose kind is kept.
 
     Rows of tokens that turn out rejected may be among them: they lie at or beyond the next anchor, hence unseen,
     and are overwritten when their position is committed.

@@ -57,10 +57,12 @@ class MarkovHead(nn.Module):
         c = self.config
         match c.markov_head_type:
             case "gated":
+                assert projected is not None
                 gate = projected + layers.linear(embedded, self.gate[:, c.d_model :])
                 return state, jax.nn.sigmoid(gate) * embedded.astype(jnp.float32)
             case "rnn":
                 seen = jnp.concatenate([state, embedded.astype(jnp.float32)], axis=-1)
+                assert projected is not None
                 joint = projected + layers.linear(seen, self.joint[:, : 2 * c.markov_rank])
                 gate, candidate, out = jnp.split(joint, 3, axis=-1)
                 gate = jax.nn.sigmoid(gate)

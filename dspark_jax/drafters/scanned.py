@@ -48,7 +48,8 @@ def context_rows(config: DrafterConfig, params: Params, taps_BSMD: jax.Array, st
     empty = kv_cache.empty_rows(start_BS, backbone["fc"].dtype)
 
     def layer(_: None, weights: Params) -> tuple[None, tuple[jax.Array, jax.Array]]:
-        k, v = _layer(config).apply({"params": weights}, fused_BSD, table, method="key_value")  # type: ignore[misc]
+        both: Any = _layer(config).apply({"params": weights}, fused_BSD, table, method="key_value")
+        k, v = both
         rows = empty.append(k, v, position_BS)
         return None, (rows.k_BKHT, rows.v_BKTH)
 

@@ -139,7 +139,7 @@ def check_copies(checkpoint: DrafterCheckpoint, target_params: dict[str, Any]) -
             if not same:
                 break
             rows = slice(start, start + 4096)
-            same = np.allclose(copy[rows].astype(np.float32), expected[rows].astype(np.float32), **_ROUNDING)
+            same = np.allclose(copy[rows].astype(np.float32), expected[rows].astype(np.float32), **_ROUNDING)  # type: ignore[arg-type]
         if not same:
             raise ConfigError(
                 f"{checkpoint.where}: {name!r} is not the target's, so this drafter was made for another target"

@@ -67,7 +67,8 @@ def read_hf(
     if config.tied_head and _OUTER["head"] in found and _OUTER["embed"] in found:
         for start in range(0, config.vocab_size, 8192):
             rows = (slice(start, min(start + 8192, config.vocab_size)),)
-            if not np.array_equal(*(files.weight(stored[_OUTER[part]], rows) for part in ("head", "embed"))):
+            head, embed = (files.weight(stored[_OUTER[part]], rows) for part in ("head", "embed"))
+            if not np.array_equal(head, embed):
                 raise ConfigError(f"{directory}: tie_word_embeddings is true, but lm_head differs from the embedding")
         del found[_OUTER["head"]]
     check_tensors(directory, {names[part]: shape for part, shape in part_shapes(config).items()}, found)

@@ -53,7 +53,7 @@ class Placement:
         if self.mesh is None:
             return jnp.asarray(block((_ALL,) * len(shape)))
         place = NamedSharding(self.mesh, sharding.spec(path, len(shape)))
-        return jax.make_array_from_callback(shape, place, block)
+        return jax.make_array_from_callback(shape, place, block)  # type: ignore[arg-type]  (asked with an index always)
 
 
 HERE = Placement()
@@ -141,9 +141,9 @@ def build_params(
             tree["qkv_bias"] = placement.put(f"{place}/qkv_bias", qkv, lambda index: heads(index, "_bias"))
         return tree
 
-    top = {path: lambda path=path: leaf(path) for path in shapes if "/" not in path}
+    top: dict[str, Callable[[], Any]] = {path: functools.partial(leaf, path) for path in shapes if "/" not in path}
     for index in range(config.num_layers):
-        top[f"layers_{index}"] = lambda index=index: layer(f"layers_{index}", config.layer(index))
+        top[f"layers_{index}"] = functools.partial(layer, f"layers_{index}", config.layer(index))
     return {name: make() for name, make in top.items() if only is None or name in only}
 
 
