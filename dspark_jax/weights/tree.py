@@ -11,6 +11,7 @@ units of a CPU, GPU or TPU read fastest.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Protocol
 
