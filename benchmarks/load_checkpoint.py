@@ -1,6 +1,6 @@
 """Load time and peak memory of a 2 GB target, against reading the same files with safetensors alone.
 
-    python benchmarks/load_checkpoint.py [--out benchmarks/results/load-checkpoint.json]
+    python -m benchmarks.load_checkpoint [--out benchmarks/results/load-checkpoint.json]
 
 A Qwen3-shaped bfloat16 checkpoint of random weights is written to a temporary folder, in four files. Every reading
 runs in a process of its own, whose peak resident memory the system reports; the peak of a process that only imports
@@ -100,8 +100,8 @@ def probe(way: Way, folder: Path) -> None:
 
 
 def measure(way: Way, folder: Path) -> dict[str, float]:
-    command = [sys.executable, __file__, "--way", way, "--folder", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    command = [sys.executable, "-m", "benchmarks.load_checkpoint", "--way", way, "--folder", str(folder)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
