@@ -89,7 +89,7 @@ def test_eight_devices_train_like_one_and_go_on_with_another_number(tmp_path: Pa
     assert end_of(tmp_path / "eight")[1].place == 8
 
 
-@pytest.mark.slow
+@pytest.mark.multihost
 def test_two_processes_train_like_one(tmp_path: Path, alone: tuple[Path, str]) -> None:
     with socket.socket() as free:
         free.bind(("localhost", 0))
