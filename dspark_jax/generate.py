@@ -95,7 +95,7 @@ def _prefill(
     caches = target_lib.init_caches(models.target, batch, cache_length, dtype)
     features = target_lib.features(models.target, weights.target, tokens_RS, position_RS, caches, taps)
     last_R1D = jnp.take_along_axis(features.hidden_BSD, (prompt_length_R - 1)[:, None, None], axis=1)
-    logits_RV = target_lib.logits(weights.target, last_R1D)[:, 0]
+    logits_RV = target_lib.logits(weights.target, last_R1D, models.target.logit_softcap)[:, 0]
     if models.greedy:
         first_R = jnp.argmax(logits_RV, axis=-1).astype(jnp.int32)
     else:
@@ -124,7 +124,7 @@ def _plain_round(
     features = target_lib.features(
         models.target, weights.target, state.newest_R[:, None], state.length_R[:, None], state.target_caches
     )
-    logits_RV = target_lib.logits(weights.target, features.hidden_BSD)[:, 0]
+    logits_RV = target_lib.logits(weights.target, features.hidden_BSD, models.target.logit_softcap)[:, 0]
     if models.greedy:
         next_R = jnp.argmax(logits_RV, axis=-1).astype(jnp.int32)
     else:
@@ -152,7 +152,7 @@ def _draft_round(
     features = target_lib.features(
         models.target, weights.target, block_RS, position_RS, state.target_caches, models.drafter.target_layer_ids
     )
-    logits_RSV = target_lib.logits(weights.target, features.hidden_BSD)
+    logits_RSV = target_lib.logits(weights.target, features.hidden_BSD, models.target.logit_softcap)
     lengths_R = jnp.full(state.length_R.shape, num_drafts, jnp.int32)
     sample = proposal.sample
     if models.greedy:

@@ -162,6 +162,14 @@ def device_bytes(tree: Any) -> int:
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree))
 
 
+def weights_read(models: Models, weights: Weights, kind: str) -> int:
+    """Bytes of the weights that a device reads in a round, each once: all matrices but an embedding that is no head,
+    and where it drafts those of the drafter and the head again."""
+    assert weights.frozen is not None
+    read = device_bytes(weights.target) - (0 if models.target.tied_head else device_bytes(weights.target["embed"]))
+    return read + (device_bytes((weights.drafter, weights.frozen.head_VD)) if kind == "round" else 0)
+
+
 def compile_program(
     models: Models, config: EngineConfig, key: tuple[Any, ...], weights: Weights, state: State, mesh: Mesh, context: int
 ) -> Program:
@@ -183,9 +191,9 @@ def compile_program(
     assert stats is not None and cost is not None and models.drafter is not None
     temporaries = stats.temp_size_in_bytes + stats.generated_code_size_in_bytes
     temporaries += stats.output_size_in_bytes - stats.alias_size_in_bytes
-    # XLA does not look into the kernel, and counts one page of the draft's loop over pages.
+    # Bytes are counted here: XLA counts both branches of a condition, loops once, and does not look into the kernel.
     tensor, itemsize = mesh.shape["tensor"], DTYPE.itemsize
-    work = Work(cost["flops"], cost["bytes accessed"])
+    work = Work(cost["flops"], weights_read(models, weights, kind))
     work += roofline.attention_work(models.target, requests, key[-1], context, itemsize, tensor)
     if kind == "round":
         rows = requests * models.drafter.block_size

@@ -306,9 +306,14 @@ def empty_state(models: Models, config: EngineConfig, dtype: jnp.dtype) -> State
     """No request in any slot, pages of zeros for weights of `dtype`."""
     kv_dtype, n = kv_cache.compute_dtype(dtype), config.max_requests
 
-    def pools(model: Any) -> rounds.Pages:
-        shape = (config.pages, model.num_kv_heads, config.page_size, model.head_dim, kv_dtype)
-        return [tpu_cache.empty_pages(*shape) for _ in range(model.num_layers)]
+    def pools(layers: Sequence[Any]) -> rounds.Pages:
+        return [
+            tpu_cache.empty_pages(config.pages, layer.num_kv_heads, config.page_size, layer.head_dim, kv_dtype)
+            for layer in layers
+        ]
+
+    target, drafter = models.target, models.drafter
+    target_layers = [target.layer(i) for i in range(target.num_layers)]
 
     slots = Slots(
         jnp.zeros(n, jnp.int32),
@@ -318,7 +323,7 @@ def empty_state(models: Models, config: EngineConfig, dtype: jnp.dtype) -> State
         SamplingRows(jnp.zeros(n, jnp.float32), jnp.zeros(n, jnp.int32), jnp.ones(n, jnp.float32)),
         jnp.full((n, config.pages_per_request), config.pages, jnp.int32),
     )
-    return State(pools(models.target), pools(models.drafter) if models.drafter else [], slots)
+    return State(pools(target_layers), pools([drafter] * drafter.num_layers) if drafter else [], slots)
 
 
 def _new_request(slot: int, seed: int, sampling: SamplingParams, page_row_P: np.ndarray) -> NewRequest:

@@ -261,7 +261,7 @@ def _target_pass(
             models.drafter, weights.drafter, _layers(state.draft_pages, packing), features.taps_BSMD, position_1T
         )
         state = state._replace(draft_pages=_pages(layers))
-    return state, target_lib.logits(weights.target, features.hidden_BSD[0])
+    return state, target_lib.logits(weights.target, features.hidden_BSD[0], models.target.logit_softcap)
 
 
 def _advance(slots: Slots, slot_R: jax.Array, verdict: verify_lib.Verdict, bad_R: jax.Array) -> Slots:
@@ -343,7 +343,7 @@ def prefill(
         )
         draft_pages = _pages(layers)
     last_1D = jax.lax.dynamic_index_in_dim(features.hidden_BSD[0], count - 1, axis=0, keepdims=True)
-    logits_1V = target_lib.logits(weights.target, last_1D)
+    logits_1V = target_lib.logits(weights.target, last_1D, models.target.logit_softcap)
     key_1 = jax.random.fold_in(jax.random.wrap_key_data(request.key_2), 0)[None]
     next_1 = _draw(logits_1V, key_1, request.sampling_1)
     bad_1 = ~jnp.isfinite(jnp.max(logits_1V, axis=-1))

@@ -9,6 +9,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it advises about tor
 import jax
 
 from dspark_jax import ConfigError, Drafter, Target, load_drafter, load_target
+from dspark_jax.weights import hub
 from dspark_jax.weights.locate import EMBEDDED
 from serve.calibration import read_temperatures
 from serve.engine import Engine, EngineConfig
@@ -17,10 +18,12 @@ SHIPPED_DRAFTER = Path(__file__).resolve().parents[1] / "assets" / "smollm2-135m
 
 
 def find_drafter(target: str, drafter: Path | None) -> Path:
-    """The drafter to load. Raises ConfigError where there is none for this target."""
+    """The folder of the drafter, fetched first for a Hub id. Raises ConfigError where there is none for this target."""
     if drafter is None and target != EMBEDDED:
         raise ConfigError(f"--target {target}: give its --drafter too, the shipped one is for {EMBEDDED}")
     path = drafter or SHIPPED_DRAFTER
+    if hub.is_hub_id(path):
+        return hub.fetch(path)
     if not path.is_dir():
         raise ConfigError(f"drafter {path}: no such directory; train one (README) or give another with --drafter")
     return path

@@ -12,7 +12,7 @@ import pytest
 from tiny import good_drafter, make_drafter, make_target
 
 from dspark_jax import ConfigError, Drafter, SamplingParams, Target, generate
-from dspark_jax.weights.deepspec import write_drafter
+from dspark_jax.weights.drafter_files import write_drafter
 from serve import bench, calibrate, load, load_plots, profile, report, setup
 from serve import curves as curves_lib
 from serve.cells import Bench
@@ -234,7 +234,7 @@ def test_interleave_takes_turns():
 
 @pytest.fixture
 def checkpoint(drafter: Drafter, tmp_path: Path) -> Path:
-    write_drafter(tmp_path / "drafter", drafter.config, drafter.params, None, {})
+    write_drafter(tmp_path / "drafter", "deepspec", drafter.config, drafter.params, None, {})
     return tmp_path / "drafter"
 
 

@@ -20,7 +20,8 @@ from dspark_jax.config import DrafterConfig
 from dspark_jax.drafters import dspark
 from dspark_jax.drafters.base import Frozen
 from dspark_jax.losses import drafter_loss
-from dspark_jax.weights.deepspec import name_table
+from dspark_jax.weights import deepspec
+from dspark_jax.weights.drafter_format import name_table
 
 LOGITS, LOSS, GRADIENT = 2e-4, 1e-4, 1e-3
 NEW_TOKENS = 40
@@ -123,11 +124,11 @@ def test_gradients_of_every_trained_tensor(golden):
     drafter = golden.drafter
     gradients = loss_gradient(drafter.params, drafter.config, drafter.frozen, batch_of(golden))
     expected = {name.removeprefix("grad/"): x for name, x in golden.training.items() if name.startswith("grad/")}
-    table = name_table(golden.drafter.config)
+    table = name_table(deepspec.TABLE, golden.drafter.config)
     assert table.keys() == expected.keys()
-    for name, (path, index) in table.items():
-        ours = functools.reduce(lambda tree, key: tree[key], path.split("/"), gradients)
-        ours = np.asarray(ours if index is None else ours[index])
+    for name, entry in table.items():
+        ours = functools.reduce(lambda tree, key: tree[key], entry.path.split("/"), gradients)
+        ours = np.asarray(ours if entry.index is None else ours[entry.index])
         theirs = expected[name].reshape(ours.shape)
         assert np.linalg.norm(ours - theirs) <= GRADIENT * np.linalg.norm(theirs), name
 

@@ -15,7 +15,7 @@ from dspark_jax.drafters.base import Frozen
 from dspark_jax.drafters.drafter import Params, frozen_parts
 from dspark_jax.target import Target, cast_params
 from dspark_jax.verify import inverse_map
-from dspark_jax.weights.deepspec import read_drafter
+from dspark_jax.weights.drafter_files import read_drafter
 from train import data, hosts
 from train.conversations import Conversations, Record, load_conversations
 from train.features import CachedFeatures

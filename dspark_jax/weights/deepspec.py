@@ -75,25 +75,3 @@ def describe(config: DrafterConfig, description: Description) -> dict[str, Any]:
 
 
 FORMAT = Format("deepspec", "DeepSpec", TABLE, normalise, describe)
-
-
-# For callers that still look here; gone once they call weights.drafter_files.
-def read_drafter(path: Any, target: Any) -> Any:
-    from dspark_jax.weights import drafter_files
-
-    return drafter_files.read_drafter(path, target)
-
-
-def write_drafter(
-    directory: Any, config: DrafterConfig, params: Any, draft_to_target: Any, notes: Any, dtype: str = "bfloat16"
-) -> None:
-    from dspark_jax.weights import drafter_files
-
-    name = "deepspec" if config.layout == "anchor_first" else "speculators"
-    drafter_files.write_drafter(directory, name, config, params, draft_to_target, notes, dtype)
-
-
-def name_table(config: DrafterConfig) -> dict[str, tuple[str, int | None]]:
-    from dspark_jax.weights import drafter_format
-
-    return {name: (entry.path, entry.index) for name, entry in drafter_format.name_table(TABLE, config).items()}
