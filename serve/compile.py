@@ -14,6 +14,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5p-16")
 os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no device is taken, so two may run at a time
 
 import dataclasses
 import functools
@@ -85,7 +86,8 @@ class Program:
 
 @dataclasses.dataclass(frozen=True)
 class Proof:
-    """What the engine takes of each device. `memory`: bytes of weights and pages by name."""
+    """What the engine takes of each device. `memory`: bytes of weights and pages by name; where these alone do not fit,
+    nothing was compiled."""
 
     chip: Chip
     mesh: Mesh
@@ -94,7 +96,7 @@ class Proof:
 
     @property
     def needed(self) -> float:
-        return sum(self.memory.values()) + max(p.temporaries for p in self.programs)
+        return sum(self.memory.values()) + max((p.temporaries for p in self.programs), default=0)
 
     @property
     def margin(self) -> float:
@@ -223,12 +225,13 @@ def prove(command: Command, on_program: Callable[[tuple[Any, ...]], None] | None
     }
     if drafter.draft_vocab_size and weights.frozen:  # else its head is the target's
         memory["draft vocabulary"] = device_bytes((weights.frozen.head_VD, weights.frozen.draft_to_target_V))
-    programs = []
-    for key in program_keys(config, drafter.num_drafts):
-        if on_program:
-            on_program(key)
-        programs.append(compile_program(models, config, key, weights, state, mesh, command.context))
-    return Proof(CHIPS[mesh.devices.flat[0].device_kind], mesh, memory, programs)
+    chip, programs = CHIPS[mesh.devices.flat[0].device_kind], []
+    if sum(memory.values()) <= chip.memory:
+        for key in program_keys(config, drafter.num_drafts):
+            if on_program:
+                on_program(key)
+            programs.append(compile_program(models, config, key, weights, state, mesh, command.context))
+    return Proof(chip, mesh, memory, programs)
 
 
 def program_keys(config: EngineConfig, num_drafts: int) -> list[tuple[Any, ...]]:
@@ -260,8 +263,9 @@ def show(proof: Proof, command: Command, console: Console) -> None:
     memory.add_column("GiB", justify="right")
     for name, count in proof.memory.items():
         memory.add_row(name, f"{count / 2**30:.2f}")
-    largest = max(p.temporaries for p in proof.programs)
-    memory.add_row("temporaries and code of the largest program", f"{largest / 2**30:.2f}")
+    if proof.programs:
+        largest = max(p.temporaries for p in proof.programs)
+        memory.add_row("temporaries and code of the largest program", f"{largest / 2**30:.2f}")
     memory.add_row("all", f"{proof.needed / 2**30:.2f} of {proof.chip.memory / 2**30:.2f}")
     console.print(memory)
     curve = Table(title=f"roofline at a context of {command.context}", title_justify="left")
@@ -274,7 +278,8 @@ def show(proof: Proof, command: Command, console: Console) -> None:
             f"{row['flops'] / 1e9:.1f}", f"{row['bytes'] / 1e9:.2f}", f"{row['seconds'] * 1e3:.2f}",
             f"{1 / row['seconds']:.0f}", f"{row['compile_seconds']:.0f}",
         )  # fmt: skip
-    console.print(curve)
+    if proof.programs:
+        console.print(curve)
     spare = (proof.chip.memory - proof.needed) / 2**30
     if proof.margin >= 0:
         console.print(f"fits: {spare:.2f} GiB ({proof.margin:.0%}) of each device stay free")
