@@ -73,6 +73,7 @@ class Policy:
         self._mean_survival = np.ones(num_drafts)
         self._mean_length = float(num_drafts)
         self._plain_rounds = 0
+        self._predicted, self._stood = 1.0, 1.0
         self._taken_G, self._tried_G = np.ones(num_drafts), np.full(num_drafts, 2.0)
 
     @property
@@ -80,6 +81,13 @@ class Policy:
         """Share of verified drafts that stood, by position, given those before: for drafters without confidences.
         Coarsely rounded, so that the device hears of a change only when there is one."""
         return np.clip(np.round(self._taken_G / self._tried_G * 16) / 16, 1 / 16, 15 / 16)
+
+    @property
+    def trust(self) -> float:
+        """How many of the drafts that were expected to stand did: survivals are multiplied by it. The drafts that get
+        verified are those that look best, so even a calibrated head promises a little too much about them, and a head
+        calibrated for another temperature a lot."""
+        return float(np.clip(self._stood / self._predicted, 0.1, 1.2))
 
     def choose(self, texts: Sequence[int], bucket: int, curves: Curves | None, sampled: bool) -> Choice:
         """The round for these texts. `bucket` is their requests bucket, `curves` the profiled seconds."""
@@ -94,6 +102,7 @@ class Policy:
             return Choice(_at_least(edges, round(count * (self._mean_length + 1))), False, self.spec.value)
         assert curves is not None, "a scheduled policy needs a profile"
         survival_RG = np.stack([self._survival.get(text, self._mean_survival) for text in texts])
+        survival_RG = np.minimum(survival_RG * self.trust, 1.0)
         seconds = [curves.plain(bucket, sampled), *(curves.draft(bucket, t, sampled) for t in edges)]
         capacity = capacity_from_stale(survival_RG, seconds, [count, *edges])
         if capacity == 0:
@@ -109,6 +118,8 @@ class Policy:
         self._survival[text] = survival_G
         self._mean_survival = MEMORY * self._mean_survival + (1 - MEMORY) * np.nan_to_num(survival_G)
         self._mean_length = MEMORY * self._mean_length + (1 - MEMORY) * length
+        self._predicted = MEMORY * self._predicted + float(np.nan_to_num(survival_G[:length]).sum())
+        self._stood = MEMORY * self._stood + accepted
         tried = np.arange(self.num_drafts) < min(length, accepted + 1)
         self._tried_G = self._tried_G * (1 - 0.01 * tried) + tried
         self._taken_G = self._taken_G * (1 - 0.01 * tried) + (np.arange(self.num_drafts) < accepted)

@@ -71,6 +71,17 @@ def test_length_zero_is_probed_from_time_to_time():
     assert [i for i, t in enumerate(tokens) if t] == [PROBE_EVERY - 1, 2 * PROBE_EVERY - 1]
 
 
+def test_a_head_that_promises_too_much_is_trusted_less():
+    """The same survivals, kept and broken: what is broken is not drafted for any longer."""
+    sizes = []
+    for accepted in (G, 0):
+        p = policy("scheduled")
+        for _ in range(100):
+            p.observe(0, np.full(G, 0.9), G, accepted)
+        sizes.append(p.choose([0], 1, linear(0.3), False).tokens)
+    assert sizes[0] == 5 and sizes[1] == 0
+
+
 def test_curves_are_made_monotone_and_a_flat_profile_is_refused():
     seconds = {(1, 0, False): 1.0, (1, 2, False): 3.0, (1, 4, False): 2.0, (1, 5, False): 4.0}
     made = make_curves(seconds)
