@@ -50,7 +50,8 @@ def test_scheduled_spends_more_where_drafts_survive():
     for survival in (0.95, 0.5, 0.05):
         p = policy("scheduled")
         for text in range(4):
-            p.observe(text, survival ** np.arange(1, G + 1), G, 0)
+            survival_G = survival ** np.arange(1, G + 1)
+            p.observe(text, survival_G, G, round(survival_G.sum()))
         sizes.append(p.choose([0, 1, 2, 3], 4, linear(0.12), False).tokens)
     assert sizes[0] > sizes[1] >= sizes[2] == 0
 
@@ -58,7 +59,7 @@ def test_scheduled_spends_more_where_drafts_survive():
 def test_a_new_request_counts_as_the_running_mean():
     p = policy("scheduled")
     for _ in range(300):
-        p.observe(0, np.full(G, 0.01), G, 0)
+        p.observe(0, np.full(G, 0.01), 0, 0)
     assert p.choose([99], 1, linear(0.5), False).tokens == 0
     p.forget(0)
     assert p.choose([99], 1, linear(0.0), False).tokens == 5
