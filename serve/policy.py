@@ -21,7 +21,7 @@ from serve.curves import Curves
 
 Kind = Literal["off", "fixed", "threshold", "scheduled", "sync"]
 DEFAULT = "scheduled"
-PROBE_EVERY = 32  # plain rounds after which one drafts again, so that a change of mood of the drafter is seen
+PROBE_EVERY = 16  # plain rounds after which one drafts again, so that a change of mood of the drafter is seen
 MEMORY = 0.95  # of the running means over rounds
 
 
@@ -70,7 +70,9 @@ class Policy:
     def __init__(self, spec: PolicySpec, num_drafts: int, token_buckets: Mapping[int, Sequence[int]]) -> None:
         self.spec, self.num_drafts, self.token_buckets = spec, num_drafts, token_buckets
         self._survival: dict[int, np.ndarray] = {}  # by text
-        self._mean_survival = np.ones(num_drafts)
+        # Before anything is known. Optimism here would open every run with the longest blocks; half is enough to draft
+        # where drafts are cheap, and where they are not, probing finds out.
+        self._mean_survival = 0.5 ** np.arange(1, num_drafts + 1)
         self._mean_length = float(num_drafts)
         self._plain_rounds = 0
         self._predicted, self._stood = 1.0, 1.0
