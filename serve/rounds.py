@@ -135,7 +135,8 @@ def _streams(view: _View, count: int) -> jax.Array:
 
 
 def _layers(pages: Pages, packing: Packing) -> list[Any]:
-    return [paged_cache()(*arrays, packing) for arrays in pages]
+    kind: Any = paged_cache()  # the two kinds keep one array of pages or two
+    return [kind(*arrays, packing) for arrays in pages]
 
 
 def _pages(layers: Any) -> Pages:

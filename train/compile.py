@@ -122,7 +122,10 @@ def abstract_step(
     params = jax.eval_shape(lambda: TargetModel(target).init(jax.random.key(0), ids, ids))["params"]
     kind = jnp.dtype(config.target.dtype)
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, kind if len(x.shape) > 1 else x.dtype), params)
-    vocabulary, to_draft, head = None, None, head_table(params)
+    # Shapes stand for arrays from here on.
+    vocabulary: Any = None
+    to_draft: Any = None
+    head: Any = head_table(params)
     if drafter.draft_vocab_size:
         vocabulary = jax.ShapeDtypeStruct((drafter.draft_vocab_size,), jnp.int32)
         to_draft = jax.ShapeDtypeStruct((target.vocab_size,), jnp.int32)
@@ -132,7 +135,8 @@ def abstract_step(
     lead = (parts, config.train.batch_size // parts) if parts > 1 else (config.train.batch_size,)
     rows = sharding.row_sharding(mesh, len(lead) - 1)
     shapes = (length, jnp.int32), (length, bool), (length, jnp.int32), (anchors, jnp.int32), (anchors, bool)
-    batch = Batch(*(jax.ShapeDtypeStruct((*lead, size), kind, sharding=rows) for size, kind in shapes))
+    fields: Any = (jax.ShapeDtypeStruct((*lead, size), kind, sharding=rows) for size, kind in shapes)
+    batch = Batch(*fields)
     arguments = (
         placed(state, state_shardings(models, mesh)), placed(weights, sharding.shardings(weights, mesh)), batch
     )  # fmt: skip
