@@ -12,6 +12,7 @@ from typing import Any
 import grain
 import jax
 import numpy as np
+from absl import flags
 
 from dspark_jax.config import ConfigError, DataSettings
 from dspark_jax.generate import bucket
@@ -209,6 +210,8 @@ def batches(
     dataset = parts[0] if len(parts) == 1 else grain.MapDataset.mix(parts, weights)
     stream = dataset[first:].to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4))
     if workers:
+        if not flags.FLAGS.is_parsed():  # grain's workers read absl's flags, and nothing here parses a command line so
+            flags.FLAGS.mark_as_parsed()
         stream = stream.mp_prefetch(grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=2))
     return iter(stream)
 
