@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 Row = Mapping[str, Any]
@@ -47,8 +48,8 @@ def _lines(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def _pareto(rows: Sequence[Row], path: Path) -> None:
-    figure = Figure(figsize=(6.5, 4.2), layout="constrained")
-    axes = figure.subplots()
+    title = "Throughput against speed for each user; numbers are users"
+    figure, axes = _picture(title, "tokens a second a user (median)", "tokens a second, all users")
     for policy, line in _lines(rows).items():
         x = [row["tokens_per_second_per_user_p50"] for row in line]
         y = [row["tokens_per_second"] for row in line]
@@ -56,48 +57,50 @@ def _pareto(rows: Sequence[Row], path: Path) -> None:
     for row in _lines(rows).get("scheduled", []):
         place = (row["tokens_per_second_per_user_p50"], row["tokens_per_second"])
         axes.annotate(str(row["users"]), place, xytext=(4, 4), textcoords="offset points", fontsize=8)
-    axes.set_xlabel("tokens a second a user (median)")
-    axes.set_ylabel("tokens a second, all users")
-    axes.set_title("Throughput against speed for each user; numbers are users")
-    axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120)
 
 
 def _lengths(rows: Sequence[Row], path: Path) -> None:
-    figure = Figure(figsize=(6.5, 4.2), layout="constrained")
-    axes = figure.subplots()
-    for policy, line in _lines(rows).items():
-        if policy == "off":
-            continue
-        users = [row["users"] for row in line]
-        (drawn,) = axes.plot(users, [row["verified_per_request_round"] for row in line], marker="o", label=policy)
-        accepted = [row["accepted_per_request_round"] for row in line]
-        axes.plot(users, accepted, marker="x", linestyle=":", color=drawn.get_color())
-    axes.set_xscale("log", base=2)
-    axes.set_xlabel("users")
-    axes.set_ylabel("drafts a request and round")
-    axes.set_title("Verified (solid) and accepted (dotted) drafts against load")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=120)
+    lines = {
+        policy: (
+            [row["users"] for row in line],
+            [row["verified_per_request_round"] for row in line],
+            [row["accepted_per_request_round"] for row in line],
+        )
+        for policy, line in _lines(rows).items()
+        if policy != "off"
+    }
+    _drafts("Verified (solid) and accepted (dotted) drafts against load", lines, path)
 
 
 def _domains(rows: Sequence[Row], path: Path) -> None:
-    figure = Figure(figsize=(6.5, 4.2), layout="constrained")
-    axes = figure.subplots()
+    users = [row["users"] for row in rows]
+
+    def of(name: str, key: str) -> list[float]:
+        return [row["by_domain"].get(name, {}).get(key, np.nan) for row in rows]
+
     names = sorted({name for row in rows for name in row["by_domain"]})
-    for name in names:
-        users = [row["users"] for row in rows]
-        verified, accepted = (
-            [row["by_domain"].get(name, {}).get(key, np.nan) for row in rows] for key in ("verified", "accepted")
-        )
+    lines = {name: (users, of(name, "verified"), of(name, "accepted")) for name in names}
+    _drafts("scheduled: verified (solid) and accepted (dotted) by domain", lines, path)
+
+
+def _drafts(title: str, lines: Mapping[str, tuple[list[int], list[float], list[float]]], path: Path) -> None:
+    """Users, verified and accepted drafts of each line."""
+    figure, axes = _picture(title, "users", "drafts a request and round")
+    for name, (users, verified, accepted) in lines.items():
         (drawn,) = axes.plot(users, verified, marker="o", label=name)
         axes.plot(users, accepted, marker="x", linestyle=":", color=drawn.get_color())
     axes.set_xscale("log", base=2)
-    axes.set_xlabel("users")
-    axes.set_ylabel("drafts a request and round")
-    axes.set_title("scheduled: verified (solid) and accepted (dotted) by domain")
-    axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120)
+
+
+def _picture(title: str, x: str, y: str) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(6.5, 4.2), layout="constrained")
+    axes = figure.subplots()
+    axes.set_title(title)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.grid(alpha=0.3)
+    return figure, axes

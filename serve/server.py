@@ -67,7 +67,7 @@ class Server:
         clock: Callable[[], float] = time.perf_counter,
         on_token: Callable[[Text, list[int]], None] | None = None,
     ) -> None:
-        spec = parse(policy, engine.num_drafts) if engine.num_drafts or policy != "off" else parse("off", 0)
+        spec = parse(policy, engine.num_drafts)
         if spec.kind in ("scheduled", "sync") and curves is None:
             raise ConfigError(f"policy {policy!r} needs the machine's step times: profile the engine first")
         config = engine.config
