@@ -145,6 +145,7 @@ def _function(part: Part, models: Any, weights: Any) -> Callable[..., Any]:
     import jax.numpy as jnp
 
     from dspark_jax.drafters import dspark
+    from dspark_jax.drafters.base import Committed
     from dspark_jax.losses import Shares
     from train.objective import target_features
     from train.step import loss_and_gradients
@@ -166,7 +167,8 @@ def _function(part: Part, models: Any, weights: Any) -> Callable[..., Any]:
 
     def draft(params: Any, batch: Any) -> Any:
         taps_BSMD = jnp.broadcast_to(taps, (*batch.tokens_BS.shape, *taps.shape[2:]))
-        rows = dspark.context_rows(c, params, taps_BSMD, batch.start_BS)
+        committed = Committed(batch.tokens_BS, taps_BSMD, taps_BSMD[:, :, 0])  # no hidden state is read
+        rows = dspark.context_rows(c, params, weights.frozen, committed, batch.start_BS)
         blocks = dspark.teacher_forced_blocks(c, params, weights.frozen, batch.tokens_BS, rows, batch.anchors_BA)
         return sum(jnp.sum(x) for x in jax.tree.leaves(blocks))
 

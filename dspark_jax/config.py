@@ -10,12 +10,13 @@ import dataclasses
 import math
 from typing import Literal
 
+from dspark_jax.drafter_shape import AlgorithmName as AlgorithmName
+from dspark_jax.drafter_shape import DrafterConfig as DrafterConfig
+from dspark_jax.drafter_shape import Layout as Layout
+from dspark_jax.drafter_shape import MarkovHeadType as MarkovHeadType
 from dspark_jax.shapes import ConfigError as ConfigError
-from dspark_jax.shapes import DrafterConfig as DrafterConfig
 from dspark_jax.shapes import Family as Family
 from dspark_jax.shapes import LayerShape as LayerShape
-from dspark_jax.shapes import Layout as Layout
-from dspark_jax.shapes import MarkovHeadType as MarkovHeadType
 from dspark_jax.shapes import RopeScaling as RopeScaling
 from dspark_jax.shapes import TargetConfig as TargetConfig
 from dspark_jax.shapes import require

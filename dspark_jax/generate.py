@@ -16,8 +16,9 @@ import numpy as np
 from dspark_jax import target as target_lib
 from dspark_jax import verify as verify_lib
 from dspark_jax.config import ConfigError, DrafterConfig, SamplingParams, TargetConfig
-from dspark_jax.drafters import Drafter, dspark
-from dspark_jax.drafters.base import Frozen
+from dspark_jax.drafters import Drafter
+from dspark_jax.drafters.base import Committed, Frozen
+from dspark_jax.drafters.registry import algorithm, init_caches
 from dspark_jax.kv_cache import Cache, LayerCache
 from dspark_jax.sampling import SamplingRows, request_law, sample_rows, sampling_rows
 from dspark_jax.target import Target
@@ -78,6 +79,16 @@ def _round_keys(key_R: jax.Array, round_: jax.Array, streams: int) -> jax.Array:
     return jax.vmap(lambda key: jax.random.split(jax.random.fold_in(key, round_), streams))(key_R)
 
 
+def _commit(
+    models: _Models, weights: _Weights, caches: list[LayerCache], tokens_RS: jax.Array, features: target_lib.Features,
+    position_RS: jax.Array,
+) -> list[LayerCache]:  # fmt: skip
+    assert models.drafter is not None and weights.frozen is not None
+    committed = Committed(tokens_RS, features.taps_BSMD, features.hidden_BSD)
+    run = algorithm(models.drafter)
+    return run.commit(models.drafter, weights.drafter, weights.frozen, caches, committed, position_RS)
+
+
 @functools.partial(jax.jit, static_argnames=("models", "cache_length"))
 def _prefill(
     models: _Models,
@@ -102,8 +113,8 @@ def _prefill(
         first_R = sample_rows(_round_keys(key_R, jnp.int32(0), 1)[:, 0], request_law(logits_RV, *rows))
     draft_caches: list[LayerCache] = []
     if models.drafter:
-        draft_caches = dspark.init_caches(models.drafter, batch, cache_length, dtype)
-        draft_caches = dspark.commit(models.drafter, weights.drafter, draft_caches, features.taps_BSMD, position_RS)
+        draft_caches = init_caches(models.drafter, batch, cache_length, dtype)
+        draft_caches = _commit(models, weights, draft_caches, tokens_RS, features, position_RS)
     return _State(features.caches, draft_caches, prompt_length_R, first_R, jnp.int32(1)), first_R
 
 
@@ -143,7 +154,7 @@ def _draft_round(
     assert models.drafter is not None and weights.frozen is not None
     num_drafts = models.drafter.num_drafts
     keys = _round_keys(key_R, state.round_, num_drafts + 2)
-    proposal = dspark.propose(
+    proposal = algorithm(models.drafter).propose(
         models.drafter, weights.drafter, weights.frozen, state.draft_caches, state.newest_R, state.length_R,
         keys[:, :num_drafts], rows, models.greedy,
     )  # fmt: skip
@@ -163,7 +174,7 @@ def _draft_round(
         verify = verify_lib.verify_block if models.verifier == "block" else verify_lib.verify_tokens
         accept_key_R, next_key_R = keys[:, num_drafts], keys[:, num_drafts + 1]
         verdict = verify(accept_key_R, next_key_R, request_law(logits_RSV, *rows), sample, lengths_R, t2d_V)
-    draft_caches = dspark.commit(models.drafter, weights.drafter, state.draft_caches, features.taps_BSMD, position_RS)
+    draft_caches = _commit(models, weights, state.draft_caches, block_RS, features, position_RS)
     # A finished request keeps its length: its rows are recomputed in place and read by nobody.
     length_R = state.length_R + jnp.where(active_R, verdict.accepted_R + 1, 0)
     state = _State(features.caches, draft_caches, length_R, verdict.next_token_R, state.round_ + 1)

@@ -38,8 +38,8 @@ from rich.table import Table
 
 from dspark_jax import sharding
 from dspark_jax.config import ConfigError, DrafterConfig, MeshSettings, TargetConfig, drafter_config
-from dspark_jax.drafters import dspark
 from dspark_jax.drafters.base import Frozen
+from dspark_jax.drafters.registry import algorithm
 from dspark_jax.target import TargetModel, head_table
 from serve import roofline
 from serve.engine import EngineConfig, empty_state, lower, state_shardings, token_buckets
@@ -147,7 +147,7 @@ def abstract_arguments(models: Models, config: EngineConfig, mesh: Mesh) -> tupl
 
     with jax.set_mesh(mesh):
         params = cast(jax.eval_shape(lambda: TargetModel(target).init(jax.random.key(0), ids, ids))["params"])
-        draft_params = cast(jax.eval_shape(lambda: dspark.init_params(drafter, jax.random.key(0))))
+        draft_params = cast(jax.eval_shape(lambda: algorithm(drafter).init_params(drafter, jax.random.key(0))))
         make = functools.partial(empty_state, models, config, DTYPE)
         state = placed(jax.eval_shape(make), state_shardings(make, mesh))
     vocabulary, head = None, head_table(params)

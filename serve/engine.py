@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dspark_jax import Drafter, Target, kv_cache, sharding, tpu_cache
 from dspark_jax.config import ConfigError, SamplingParams
 from dspark_jax.drafters import dspark
+from dspark_jax.drafters.registry import algorithm
 from dspark_jax.sampling import SamplingRows, sampling_rows
 from serve import rounds
 from serve.rounds import Knobs, Models, NewRequest, Output, Slots, State, Weights
@@ -306,14 +307,12 @@ def empty_state(models: Models, config: EngineConfig, dtype: jnp.dtype) -> State
     """No request in any slot, pages of zeros for weights of `dtype`."""
     kv_dtype, n = kv_cache.compute_dtype(dtype), config.max_requests
 
-    def pools(layers: Sequence[Any]) -> rounds.Pages:
-        return [
-            tpu_cache.empty_pages(config.pages, layer.num_kv_heads, config.page_size, layer.head_dim, kv_dtype)
-            for layer in layers
-        ]
+    def pools(layers: Sequence[tuple[int, int]]) -> rounds.Pages:
+        return [tpu_cache.empty_pages(config.pages, heads, config.page_size, size, kv_dtype) for heads, size in layers]
 
     target, drafter = models.target, models.drafter
-    target_layers = [target.layer(i) for i in range(target.num_layers)]
+    target_layers = [(layer.num_kv_heads, layer.head_dim) for layer in map(target.layer, range(target.num_layers))]
+    draft_layers = algorithm(drafter).cache_layers(drafter) if drafter else []
 
     slots = Slots(
         jnp.zeros(n, jnp.int32),
@@ -323,7 +322,7 @@ def empty_state(models: Models, config: EngineConfig, dtype: jnp.dtype) -> State
         SamplingRows(jnp.zeros(n, jnp.float32), jnp.zeros(n, jnp.int32), jnp.ones(n, jnp.float32)),
         jnp.full((n, config.pages_per_request), config.pages, jnp.int32),
     )
-    return State(pools(target_layers), pools([drafter] * drafter.num_layers) if drafter else [], slots)
+    return State(pools(target_layers), pools(draft_layers), slots)
 
 
 def _new_request(slot: int, seed: int, sampling: SamplingParams, page_row_P: np.ndarray) -> NewRequest:

@@ -17,8 +17,8 @@ from dspark_jax import target as target_lib
 from dspark_jax import verify as verify_lib
 from dspark_jax.calibrate import survival
 from dspark_jax.config import DrafterConfig, TargetConfig
-from dspark_jax.drafters import dspark
-from dspark_jax.drafters.base import Frozen
+from dspark_jax.drafters.base import Committed, Frozen
+from dspark_jax.drafters.registry import algorithm
 from dspark_jax.kv_cache import Packing
 from dspark_jax.sampling import BlockSample, SamplingRows, request_law, sample_rows
 from dspark_jax.schedule import admit_top, prefix_schedule
@@ -163,7 +163,7 @@ def draft(models: Models, weights: Weights, state: State, slot_R: jax.Array, kno
     keys = _streams(view, config.num_drafts + 2)
     nowhere = jnp.zeros((slot_R.shape[0], 0), jnp.int32)
     packing = Packing(nowhere, nowhere, nowhere, view.page_table_RP)  # drafts attend, they append nothing
-    proposal = dspark.propose(
+    proposal = algorithm(config).propose(
         config, weights.drafter, weights.frozen, _layers(state.draft_pages, packing), view.newest_R, view.length_R,
         keys[:, : config.num_drafts], view.sampling, shortlist=models.shortlist,
     )  # fmt: skip
@@ -256,13 +256,22 @@ def _target_pass(
     features = target_lib.features(
         models.target, weights.target, tokens_T[None], position_1T, _layers(state.target_pages, packing), taps
     )
-    state = state._replace(target_pages=_pages(features.caches))
-    if models.drafter:
-        layers = dspark.commit(
-            models.drafter, weights.drafter, _layers(state.draft_pages, packing), features.taps_BSMD, position_1T
-        )
-        state = state._replace(draft_pages=_pages(layers))
+    draft_pages = _commit(models, weights, state.draft_pages, tokens_T[None], features, position_1T, packing)
+    state = state._replace(target_pages=_pages(features.caches), draft_pages=draft_pages)
     return state, target_lib.logits(weights.target, features.hidden_BSD[0], models.target.logit_softcap)
+
+
+def _commit(
+    models: Models, weights: Weights, pages: Pages, tokens_1T: jax.Array, features: target_lib.Features,
+    position_1T: jax.Array, packing: Packing,
+) -> Pages:  # fmt: skip
+    """The drafter's caches with the tokens of a target pass; none where nothing drafts."""
+    if models.drafter is None or weights.frozen is None:
+        return pages
+    committed = Committed(tokens_1T, features.taps_BSMD, features.hidden_BSD)
+    caches = _layers(pages, packing)
+    run = algorithm(models.drafter)
+    return _pages(run.commit(models.drafter, weights.drafter, weights.frozen, caches, committed, position_1T))
 
 
 def _advance(slots: Slots, slot_R: jax.Array, verdict: verify_lib.Verdict, bad_R: jax.Array) -> Slots:
@@ -337,12 +346,7 @@ def prefill(
     features = target_lib.features(
         models.target, weights.target, tokens_S[None], position_1S, _layers(state.target_pages, packing), taps
     )
-    draft_pages = state.draft_pages
-    if models.drafter:
-        layers = dspark.commit(
-            models.drafter, weights.drafter, _layers(draft_pages, packing), features.taps_BSMD, position_1S
-        )
-        draft_pages = _pages(layers)
+    draft_pages = _commit(models, weights, state.draft_pages, tokens_S[None], features, position_1S, packing)
     last_1D = jax.lax.dynamic_index_in_dim(features.hidden_BSD[0], count - 1, axis=0, keepdims=True)
     logits_1V = target_lib.logits(weights.target, last_1D, models.target.logit_softcap)
     key_1 = jax.random.fold_in(jax.random.wrap_key_data(request.key_2), 0)[None]

@@ -12,6 +12,7 @@ from dspark_jax import ConfigError, Drafter, Target, load_drafter, load_target
 from dspark_jax.weights import hub
 from dspark_jax.weights.locate import EMBEDDED
 from serve.calibration import read_temperatures
+from serve.dtype import fast_dtype
 from serve.engine import Engine, EngineConfig
 
 SHIPPED_DRAFTER = Path(__file__).resolve().parents[1] / "assets" / "smollm2-135m-dspark"
@@ -30,9 +31,9 @@ def find_drafter(target: str, drafter: Path | None) -> Path:
 
 
 def load_models(target: str, drafter: Path | None) -> tuple[Target, Drafter, Path]:
-    """Target and drafter in the fast dtype of this platform, and where the drafter lies."""
+    """Target and drafter in the dtype that is fast on this machine, and where the drafter lies."""
     path = find_drafter(target, drafter)
-    loaded = load_target(target, "float32" if jax.default_backend() == "cpu" else "bfloat16")
+    loaded = load_target(target, fast_dtype())
     return loaded, load_drafter(path, loaded, str(loaded.dtype)), path
 
 

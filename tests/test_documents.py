@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import make_drafter, make_target, random_tokens
+from tiny import block_features, committed, make_drafter, make_target, random_tokens
 
 from dspark_jax import kv_cache
 from dspark_jax.attention import Rule
@@ -43,11 +43,14 @@ def test_a_block_reads_its_own_conversation_before_the_anchor_and_nothing_else(s
 
     @jax.jit
     def blocks(tokens: jax.Array, taps: jax.Array, start: jax.Array, anchors: jax.Array) -> jax.Array:
-        rows = dspark.context_rows(config, params, taps, start, scan_layers)
+        rows = dspark.context_rows(config, params, frozen, committed(tokens, taps), start, scan_layers)
         return dspark.teacher_forced_blocks(config, params, frozen, tokens, rows, anchors).hidden_BAGD
 
     packed = blocks(TOKENS, taps, START, anchors)
-    plain = jax.jit(lambda *given: dspark.teacher_forced_features(config, params, frozen, *given).hidden_BAGD)
+
+    def plain(*given: jax.Array) -> jax.Array:
+        return block_features(config, params, frozen, *given).hidden_BAGD
+
     for begin, length in zip(np.unique(START), LENGTHS, strict=True):
         part, own = slice(begin, begin + length), START[0, anchors[0]] == begin
         alone = plain(TOKENS[:, part], taps[:, part], anchors[:, own] - begin)

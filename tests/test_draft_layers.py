@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import make_drafter, make_target, random_tokens
+from tiny import block_features, committed, make_drafter, make_target, random_tokens
 
 from dspark_jax import ConfigError, Drafter, SamplingParams
 from dspark_jax.config import RopeScaling
-from dspark_jax.drafters import dspark
+from dspark_jax.drafters import dspark, registry
 from dspark_jax.drafters.backbone import layer_rules
 from dspark_jax.sampling import sampling_rows
 
@@ -32,8 +32,9 @@ def taps_like(seed: int, rows: int = LENGTH) -> np.ndarray:
 def law(drafter: Drafter, first: np.ndarray, taps: np.ndarray) -> np.ndarray:
     """What decoding samples a block at ANCHOR from."""
     rows = len(taps)
-    caches = dspark.init_caches(drafter.config, rows, LENGTH, jnp.float32)
-    caches = _commit(drafter.config, drafter.params, caches, taps, np.tile(np.arange(LENGTH), (rows, 1)))
+    caches = registry.init_caches(drafter.config, rows, LENGTH, jnp.float32)
+    seen, position = committed(np.zeros((rows, LENGTH), np.int32), taps), np.tile(np.arange(LENGTH), (rows, 1))
+    caches = _commit(drafter.config, drafter.params, drafter.frozen, caches, seen, position)
     keys = jax.random.split(jax.random.key(0), (rows, drafter.config.num_drafts))
     anchor, requests = np.full(rows, ANCHOR), sampling_rows([SamplingParams(1.0)] * rows)
     sample = _propose(
@@ -95,9 +96,7 @@ def test_the_embedding_is_scaled_and_the_head_capped_before_the_markov_bias():
     tokens, taps, anchors = random_tokens(7, 1, LENGTH), taps_like(8, 1), np.array([[ANCHOR]])
     by_hand = scaled.frozen._replace(embed_VD=scaled.frozen.embed_VD * 3.0)
     plain = make_drafter(TARGET, logit_softcap=0.5)
-    features = jax.jit(dspark.teacher_forced_features, static_argnums=0)(
-        plain.config, plain.params, by_hand, tokens, taps, anchors
-    )
+    features = block_features(plain.config, plain.params, by_hand, tokens, taps, anchors)
     bias = np.asarray(features.latent_BAGR) @ np.asarray(scaled.params["markov"]["w2"]).T
     head = np.asarray(features.hidden_BAGD) @ np.asarray(scaled.frozen.head_VD).T
     logits = scaled.teacher_forced(tokens, taps, anchors).logits_BAGV

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import make_drafter, make_target, random_tokens
+from tiny import committed, make_drafter, make_target, random_tokens
 
 from dspark_jax import ConfigError, Drafter, SamplingParams
-from dspark_jax.drafters import dspark
-from dspark_jax.drafters.base import DraftOutput
+from dspark_jax.drafters import dspark, registry
+from dspark_jax.drafters.base import DraftOutput, Proposal
 from dspark_jax.kv_cache import LayerCache
 from dspark_jax.sampling import sampling_rows
 
@@ -41,16 +41,17 @@ def taps_like(seed: int, rows: int = LENGTH, length: int = LENGTH) -> np.ndarray
 
 def commit(drafter: Drafter, caches: list[LayerCache], taps: np.ndarray, start: np.ndarray) -> list[LayerCache]:
     position = start[:, None] + np.arange(taps.shape[1])[None, :]
-    return _commit(drafter.config, drafter.params, caches, taps, position)
+    seen = committed(np.zeros(taps.shape[:2], np.int32), taps)
+    return _commit(drafter.config, drafter.params, drafter.frozen, caches, seen, position)
 
 
 def empty(drafter: Drafter) -> list[LayerCache]:
-    return dspark.init_caches(drafter.config, LENGTH, LENGTH + 4, jnp.float32)
+    return registry.init_caches(drafter.config, LENGTH, LENGTH + 4, jnp.float32)
 
 
 def propose(
     drafter: Drafter, caches: list[LayerCache], first: np.ndarray, anchor: np.ndarray, greedy: bool = False
-) -> dspark.Proposal:
+) -> Proposal:
     keys = jax.random.split(jax.random.key(0), (LENGTH, drafter.config.num_drafts))
     rows = sampling_rows([SamplingParams(1.0)] * LENGTH)
     return _propose(drafter.config, drafter.params, drafter.frozen, caches, first, anchor, keys, rows, greedy)
@@ -131,7 +132,7 @@ def test_gradients_reach_the_features_before_the_anchor_alone():
     @jax.jit
     @jax.grad
     def gradient(taps: jax.Array) -> jax.Array:
-        out = dspark.teacher_forced(drafter.config, drafter.params, drafter.frozen, tokens, taps, anchors)
+        out = registry.teacher_forced(drafter.config, drafter.params, drafter.frozen, committed(tokens, taps), anchors)
         assert out.confidence_BAG is not None
         return jnp.sum(out.logits_BAGV**2) + jnp.sum(out.confidence_BAG**2)
 

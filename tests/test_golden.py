@@ -13,11 +13,12 @@ from typing import NamedTuple
 import jax
 import numpy as np
 import pytest
+from tiny import committed
 
 from dspark_jax import Drafter, LossConfig, Target, generate, load_drafter, load_target
 from dspark_jax import target as target_lib
 from dspark_jax.config import DrafterConfig
-from dspark_jax.drafters import dspark
+from dspark_jax.drafters import registry
 from dspark_jax.drafters.base import Frozen
 from dspark_jax.losses import drafter_loss
 from dspark_jax.weights import deepspec
@@ -107,7 +108,7 @@ loss_jit = jax.jit(drafter_loss, static_argnames="config")
 @functools.partial(jax.jit, static_argnames="config")
 @jax.grad
 def loss_gradient(params: dict, config: DrafterConfig, frozen: Frozen, batch: Batch) -> jax.Array:
-    out = dspark.teacher_forced(config, params, frozen, *batch[:3])
+    out = registry.teacher_forced(config, params, frozen, committed(*batch[:2]), batch[2])
     return drafter_loss(out, batch.labels_BAG, batch.mask_BAG, batch.teacher_BAGV, LossConfig())[0]
 
 

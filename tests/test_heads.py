@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import make_drafter, make_target, random_tokens
+from tiny import block_features, committed, make_drafter, make_target, random_tokens
 
 from dspark_jax import ConfigError, SamplingParams
-from dspark_jax.drafters import dspark
+from dspark_jax.drafters import dspark, registry
 from dspark_jax.sampling import sampling_rows
 
 TARGET = make_target()
@@ -27,8 +27,9 @@ def taps_like(seed: int, rows: int) -> np.ndarray:
 def test_a_sampled_block_has_the_law_of_the_same_block_teacher_forced(kind):
     drafter, rows = DRAFTERS[kind], 3
     tokens, taps, anchor = random_tokens(0, rows, LENGTH), taps_like(1, rows), np.array([2, 5, 4])
-    caches = dspark.init_caches(drafter.config, rows, LENGTH, jnp.float32)
-    caches = _commit(drafter.config, drafter.params, caches, taps, np.tile(np.arange(LENGTH), (rows, 1)))
+    caches = registry.init_caches(drafter.config, rows, LENGTH, jnp.float32)
+    seen, position = committed(np.zeros((rows, LENGTH), np.int32), taps), np.tile(np.arange(LENGTH), (rows, 1))
+    caches = _commit(drafter.config, drafter.params, drafter.frozen, caches, seen, position)
     keys = jax.random.split(jax.random.key(0), (rows, 4))
     first, requests = tokens[np.arange(rows), anchor], sampling_rows([SamplingParams(1.0)] * rows)
     proposal = _propose(drafter.config, drafter.params, drafter.frozen, caches, first, anchor, keys, requests, False)
@@ -67,9 +68,7 @@ def biases(kind: str, weights: dict[str, np.ndarray], hidden_GD: np.ndarray, pre
 def test_each_type_is_its_formula(kind):
     drafter = DRAFTERS[kind]
     tokens, taps, anchors = random_tokens(2, 1, LENGTH), taps_like(3, 1), np.array([[3]])
-    features = jax.jit(dspark.teacher_forced_features, static_argnums=0)(
-        drafter.config, drafter.params, drafter.frozen, tokens, taps, anchors
-    )
+    features = block_features(drafter.config, drafter.params, drafter.frozen, tokens, taps, anchors)
     hidden = np.asarray(features.hidden_BAGD)[0, 0]
     weights = {name: np.asarray(x, np.float64) for name, x in drafter.params["markov"].items()}
     expected = hidden @ np.asarray(drafter.frozen.head_VD).T + biases(kind, weights, hidden, tokens[0, 3:7])

@@ -1,6 +1,7 @@
 """Tiny random models for tests: loud weights, so that logits differ and a fault shows; no compilation to make them."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -8,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax.config import DrafterConfig, TargetConfig
-from dspark_jax.drafters import Drafter, dspark
+from dspark_jax.drafters import Drafter
+from dspark_jax.drafters.base import BlockFeatures, Committed, Frozen
 from dspark_jax.drafters.drafter import frozen_parts
+from dspark_jax.drafters.registry import algorithm
 from dspark_jax.target import Target, TargetModel
 
 TARGET = TargetConfig(
@@ -79,7 +82,7 @@ def make_drafter(target: Target, seed: int = 1, draft_to_target: np.ndarray | No
         draft_vocab_size=0 if draft_to_target is None else len(draft_to_target),
     )
     config = dataclasses.replace(config, **changes)
-    shapes = jax.eval_shape(lambda: dspark.init_params(config, jax.random.key(0)))
+    shapes = jax.eval_shape(lambda: algorithm(config).init_params(config, jax.random.key(0)))
     return Drafter(config, fill(shapes, seed), frozen_parts(target.params, draft_to_target))
 
 
@@ -92,6 +95,21 @@ def good_drafter(target: Target, draft_to_target: np.ndarray | None = None) -> D
     markov = {"w1": w1, "w2": drafter.frozen.head_VD * target.params["final_norm"][None, :]}
     backbone = drafter.params["backbone"] | {"norm": jnp.zeros(target.config.d_model)}
     return dataclasses.replace(drafter, params=drafter.params | {"markov": markov, "backbone": backbone})
+
+
+def committed(tokens: np.ndarray | jax.Array, taps: np.ndarray | jax.Array) -> Committed:
+    """What drafters see of tokens that have been through the target; hidden states like the last layer tapped."""
+    return Committed(jnp.asarray(tokens), jnp.asarray(taps), jnp.asarray(taps)[:, :, -1])
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def block_features(
+    config: DrafterConfig, params: Any, frozen: Frozen, tokens: jax.Array, taps: jax.Array, anchors: jax.Array
+) -> BlockFeatures:
+    """A teacher-forced pass, before the vocabulary work, over rows of one document each."""
+    run = algorithm(config)
+    rows = run.context_rows(config, params, frozen, committed(tokens, taps), jnp.zeros_like(tokens))
+    return run.teacher_forced_blocks(config, params, frozen, tokens, rows, anchors)
 
 
 def random_tokens(seed: int, *shape: int, vocab_size: int = TARGET.vocab_size) -> np.ndarray:

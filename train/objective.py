@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from dspark_jax import kv_cache, layers, losses, sharding
 from dspark_jax import target as target_lib
 from dspark_jax.config import DrafterConfig, LossConfig, OptimizerSettings, TargetConfig, TrainSettings
-from dspark_jax.drafters import base, dspark
-from dspark_jax.drafters.base import Frozen
+from dspark_jax.drafters import base
+from dspark_jax.drafters.base import BlockFeatures, Committed, Frozen
+from dspark_jax.drafters.registry import algorithm
 from dspark_jax.kv_cache import DocumentRows
 
 Params = dict[str, Any]
@@ -170,13 +171,14 @@ def batch_sums(models: StepModels, params: Params, weights: StepWeights, batch: 
     if features is None:
         target = models.target, drafter, weights.target_params, batch.tokens_BS, batch.start_BS
         features = target_features(*target, models.scan_layers)
-    rows = dspark.context_rows(drafter, params, features.taps_BSMD, batch.start_BS, models.scan_layers)
+    run, committed = algorithm(drafter), Committed(batch.tokens_BS, features.taps_BSMD, features.hidden_BSD)
+    rows = run.context_rows(drafter, params, frozen, committed, batch.start_BS, models.scan_layers)
     chunk = max(1, train.blocks_per_chunk * sharding.row_shards() // batch.anchors_BA.shape[0])
     remat = train.remat if batch.anchors_BA.shape[1] > chunk else "none"
 
     def chunk_sums(part: _Anchors) -> BatchSums:
         anchors_BA, keep_BA = part
-        blocks = dspark.teacher_forced_blocks(
+        blocks = run.teacher_forced_blocks(
             drafter, params, frozen, batch.tokens_BS, rows, anchors_BA, models.loss.detach_confidence
         )
         # The target's logits after token t predict t + 1: slot i's teacher is the hidden state at anchor + i.
@@ -199,7 +201,7 @@ def _score(
     models: StepModels,
     params: Params,
     frozen: Frozen,
-    blocks: dspark.BlockFeatures,
+    blocks: BlockFeatures,
     labels_BAG: jax.Array,
     teacher_BAGD: jax.Array,
     partition_BAG: jax.Array | None,
@@ -207,7 +209,7 @@ def _score(
 ) -> BatchSums:
     """The vocabulary work of some blocks: draft logits, the teacher's, and every term of the loss."""
     drafter = models.drafter
-    logits_BAGV = dspark.draft_logits(drafter, params, frozen, blocks.hidden_BAGD, blocks.latent_BAGR)
+    logits_BAGV = algorithm(drafter).draft_logits(drafter, params, frozen, blocks.hidden_BAGD, blocks.latent_BAGR)
     base_BAGV = None
     if models.loss.base_until:
         base_BAGV = layers.soft_cap(layers.linear(blocks.hidden_BAGD, frozen.head_VD), drafter.logit_softcap)

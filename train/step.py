@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dspark_jax import losses, sharding
 from dspark_jax.config import Config, DrafterConfig, OptimizerSettings
-from dspark_jax.drafters import dspark
+from dspark_jax.drafters.registry import algorithm
 from train.objective import Batch, BatchSums, Params, StepModels, StepWeights, batch_sums
 
 Metrics = dict[str, jax.Array]
@@ -47,7 +47,7 @@ def make_optimizer(settings: OptimizerSettings, max_steps: int) -> optax.Gradien
 
 def init_state(drafter: DrafterConfig, config: Config) -> TrainState:
     """Fresh float32 weights and optimiser state from the run's seed."""
-    params = dspark.init_params(drafter, jax.random.key(config.train.seed))
+    params = algorithm(drafter).init_params(drafter, jax.random.key(config.train.seed))
     with jax.numpy_dtype_promotion("standard"):
         opt_state = make_optimizer(config.optimizer, config.train.max_steps).init(params)
     return TrainState(params, opt_state, jnp.int32(0))
@@ -57,7 +57,7 @@ def state_shardings(models: StepModels, mesh: Mesh) -> TrainState:
     """Where each array of the state lies, by the table of dspark_jax.sharding."""
 
     def shapes() -> TrainState:
-        params = dspark.init_params(models.drafter, jax.random.key(0))
+        params = algorithm(models.drafter).init_params(models.drafter, jax.random.key(0))
         return TrainState(params, make_optimizer(models.optimizer, 1).init(params), jnp.int32(0))
 
     with jax.numpy_dtype_promotion("standard"):

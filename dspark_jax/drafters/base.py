@@ -1,9 +1,20 @@
-"""What every drafter gives to training and to decoding."""
+"""The protocol of drafters: what each gives to training and to decoding, which do not know which one they run.
 
-from typing import NamedTuple
+A drafter is a module with the functions of `Algorithm`, found by its config (`registry.algorithm`). All are pure; the
+context of committed tokens lies in caches whose kind (dense, paged, packed rows) the caller chooses.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+
+from dspark_jax.config import DrafterConfig
+from dspark_jax.kv_cache import Cache
+from dspark_jax.sampling import BlockSample, SamplingRows
+
+Params = dict[str, Any]
 
 
 class DraftOutput(NamedTuple):
@@ -29,6 +40,88 @@ class Frozen(NamedTuple):
     head_VD: jax.Array
     draft_to_target_V: jax.Array | None = None
     transition_VW: jax.Array | None = None
+
+
+class Committed(NamedTuple):
+    """Tokens that have been through the target: ids [B, S], raw outputs of the tapped layers [B, S, M, D], and the
+    hidden states after the final norm [B, S, D]."""
+
+    tokens_BS: jax.Array
+    taps_BSMD: jax.Array
+    hidden_BSD: jax.Array
+
+
+class BlockFeatures(NamedTuple):
+    """A teacher-forced pass before the vocabulary work: per slot a hidden state, what the sequential head adds to it
+    (None without one), and a confidence logit (None without that head)."""
+
+    hidden_BAGD: jax.Array
+    latent_BAGR: jax.Array | None
+    confidence_BAG: jax.Array | None
+
+
+class Proposal(NamedTuple):
+    """A drafted block and, with a confidence head, a logit a slot. Slot k's logit was computed before draft k was
+    drawn, so it may gate its verification."""
+
+    sample: BlockSample
+    confidence_RG: jax.Array | None
+
+
+class Algorithm(Protocol):
+    """The functions of a drafter's module."""
+
+    def init_params(self, config: DrafterConfig, rng: jax.Array) -> Params:
+        """Fresh float32 weights."""
+        ...
+
+    def cache_layers(self, config: DrafterConfig) -> Sequence[tuple[int, int]]:
+        """Key/value heads and head size of every cache that `commit` fills, in order."""
+        ...
+
+    def commit(
+        self, config: DrafterConfig, params: Params, frozen: Frozen, caches: Sequence[Cache], committed: Committed,
+        position_BS: jax.Array,
+    ) -> list[Any]:  # fmt: skip
+        """Adds tokens at their positions to the caches, whose kind is kept.
+
+        Rows of tokens that turn out rejected may be among them: a draft at anchor a reads nothing that the token at
+        or behind a brought, and those rows are overwritten when their position is committed.
+        """
+        ...
+
+    def propose(
+        self, config: DrafterConfig, params: Params, frozen: Frozen, caches: Sequence[Cache], first_R: jax.Array,
+        anchor_R: jax.Array, keys_RG: jax.Array, rows: SamplingRows, greedy: bool = False, shortlist: int = 0,
+    ) -> Proposal:  # fmt: skip
+        """Drafts G tokens a request after token `first` at position `anchor`; caches are read, not written.
+
+        `greedy` (static) says that every row has temperature 0, which needs no law at all. `shortlist` K > 0: each
+        position drafts among K candidates, and its law lives on those.
+        """
+        ...
+
+    def context_rows(
+        self, config: DrafterConfig, params: Params, frozen: Frozen, committed: Committed, start_BS: jax.Array,
+        scan_layers: bool = False,
+    ) -> Any:  # fmt: skip
+        """The context of packed rows, for `teacher_forced_blocks`: token s of a row belongs to the document that begins
+        at start[s]. `scan_layers`: as one loop over the layers, where they are alike."""
+        ...
+
+    def teacher_forced_blocks(
+        self, config: DrafterConfig, params: Params, frozen: Frozen, tokens_BS: jax.Array, rows: Any,
+        anchors_BA: jax.Array, detach_confidence: bool = False,
+    ) -> BlockFeatures:  # fmt: skip
+        """Blocks at some of the anchors, every slot fed the true token before it. `detach_confidence`: the confidence
+        head learns without teaching the rest."""
+        ...
+
+    def draft_logits(
+        self, config: DrafterConfig, params: Params, frozen: Frozen, hidden: jax.Array, latent: Any
+    ) -> jax.Array:
+        """Float32 logits [..., V] over the draft vocabulary, sequential head included."""
+        ...
 
 
 def previous_tokens(tokens_BS: jax.Array, anchors_BA: jax.Array, num_drafts: int) -> jax.Array:

@@ -11,12 +11,12 @@ import numpy as np
 
 from dspark_jax import target as target_lib
 from dspark_jax.config import ConfigError, DrafterConfig
-from dspark_jax.drafters import dspark
-from dspark_jax.drafters.base import DraftOutput, Frozen
+from dspark_jax.drafters import registry
+from dspark_jax.drafters.base import Committed, DraftOutput, Frozen
 from dspark_jax.target import Target
 
 Params = dict[str, Any]
-_teacher_forced = jax.jit(dspark.teacher_forced, static_argnames=("config",))
+_teacher_forced = jax.jit(registry.teacher_forced, static_argnames=("config",))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -26,12 +26,14 @@ class Drafter:
     frozen: Frozen
 
     def teacher_forced(
-        self, tokens_BS: jax.Array, taps_BSMD: jax.Array, anchors_BA: jax.Array, keep_BA: jax.Array | None = None
-    ) -> DraftOutput:
+        self, tokens_BS: jax.Array, taps_BSMD: jax.Array, anchors_BA: jax.Array, keep_BA: jax.Array | None = None,
+        hidden_BSD: jax.Array | None = None,
+    ) -> DraftOutput:  # fmt: skip
         """Drafts of blocks that start at `anchors`, each slot fed the true token before it (DSpark, teacher forcing).
 
         tokens [B, S] ids; taps [B, S, M, D] raw target features of `config.target_layer_ids`; anchors [B, A]
-        positions. Where `keep` is False a block is a filler: it is computed at position 0 and means nothing.
+        positions. Where `keep` is False a block is a filler: it is computed at position 0 and means nothing. `hidden`
+        [B, S, D], the target's hidden states after its final norm, is read by MTP only.
         """
         anchors_BA = jnp.asarray(anchors_BA, jnp.int32)
         if keep_BA is not None:
@@ -39,8 +41,10 @@ class Drafter:
         wanted = (len(self.config.target_layer_ids), self.config.d_model)
         if taps_BSMD.ndim != 4 or taps_BSMD.shape[2:] != wanted:
             raise ConfigError(f"target features have shape {taps_BSMD.shape}: expected [batch, sequence, {wanted}]")
-        tokens_BS = jnp.asarray(tokens_BS, jnp.int32)
-        return _teacher_forced(self.config, self.params, self.frozen, tokens_BS, jnp.asarray(taps_BSMD), anchors_BA)
+        taps_BSMD = jnp.asarray(taps_BSMD)
+        hidden_BSD = jnp.zeros_like(taps_BSMD[:, :, 0]) if hidden_BSD is None else jnp.asarray(hidden_BSD)
+        committed = Committed(jnp.asarray(tokens_BS, jnp.int32), taps_BSMD, hidden_BSD)
+        return _teacher_forced(self.config, self.params, self.frozen, committed, anchors_BA)
 
 
 def frozen_parts(target_params: Params, draft_to_target: np.ndarray | None) -> Frozen:

@@ -5,7 +5,7 @@ through the same modules, so a drafter cannot be served differently from how it 
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -15,12 +15,12 @@ from dspark_jax import kv_cache
 from dspark_jax.config import ConfigError, DrafterConfig
 from dspark_jax.drafters import base, scanned
 from dspark_jax.drafters.backbone import Backbone, KeyValue
-from dspark_jax.drafters.base import DraftOutput, Frozen
+from dspark_jax.drafters.base import BlockFeatures, Committed, Frozen, Proposal
 from dspark_jax.drafters.heads import ConfidenceHead, MarkovHead, first_state
 from dspark_jax.drafters.scanned import ScannedRows
-from dspark_jax.kv_cache import Cache, DocumentRows, LayerCache
+from dspark_jax.kv_cache import Cache, DocumentRows
 from dspark_jax.layers import linear, scaled_embedding, soft_cap
-from dspark_jax.sampling import BlockSample, SamplingRows, sample_block
+from dspark_jax.sampling import SamplingRows, sample_block
 
 Params = dict[str, Any]
 
@@ -107,13 +107,6 @@ class DSparkModel(nn.Module):
         return latent, confidence
 
 
-class Proposal(NamedTuple):
-    """A drafted block and, with a confidence head, a logit a slot."""
-
-    sample: BlockSample
-    confidence_RG: jax.Array | None
-
-
 def _embed_block(config: DrafterConfig, frozen: Frozen, first_BA: jax.Array) -> jax.Array:
     """[anchor, mask, mask, ...] through the target's embedding: [B, A, block_size, D]."""
     masks = jnp.full((*first_BA.shape, config.block_size - 1), config.mask_token_id, first_BA.dtype)
@@ -136,39 +129,16 @@ def _apply(config: DrafterConfig, params: Params, *arguments: Any, method: str =
     return DSparkModel(config).apply({"params": params}, *arguments, method=method)
 
 
-class BlockFeatures(NamedTuple):
-    """A teacher-forced pass before the vocabulary work."""
-
-    hidden_BAGD: jax.Array
-    latent_BAGR: jax.Array | None
-    confidence_BAG: jax.Array | None
-
-
-def teacher_forced_features(
-    config: DrafterConfig,
-    params: Params,
-    frozen: Frozen,
-    tokens_BS: jax.Array,
-    taps_BSMD: jax.Array,
-    anchors_BA: jax.Array,
-) -> BlockFeatures:
-    """Everything of `teacher_forced` that does not grow with the vocabulary; training chunks the rest."""
-    rows = context_rows(config, params, taps_BSMD, jnp.zeros_like(tokens_BS))
-    return teacher_forced_blocks(config, params, frozen, tokens_BS, rows, anchors_BA)
-
-
 def context_rows(
-    config: DrafterConfig, params: Params, taps_BSMD: jax.Array, start_BS: jax.Array, scan_layers: bool = False
-) -> Sequence[DocumentRows] | ScannedRows:
-    """The context of packed rows in every layer: token s of a row belongs to the document that begins at start[s].
-
-    `scan_layers`: as one loop over the layers, where they are alike.
-    """
+    config: DrafterConfig, params: Params, frozen: Frozen, committed: Committed, start_BS: jax.Array,
+    scan_layers: bool = False,
+) -> Sequence[DocumentRows] | ScannedRows:  # fmt: skip
+    """See `Algorithm`: keys and values of every layer."""
     if scan_layers and scanned.alike(config):
-        return scanned.context_rows(config, params, taps_BSMD, start_BS)
+        return scanned.context_rows(config, params, committed.taps_BSMD, start_BS)
     position_BS = jnp.arange(start_BS.shape[1])[None, :] - start_BS
     empty = kv_cache.empty_rows(start_BS, params["backbone"]["fc"].dtype)
-    return commit(config, params, [empty] * config.num_layers, taps_BSMD, position_BS)
+    return commit(config, params, frozen, [empty] * config.num_layers, committed, position_BS)
 
 
 def teacher_forced_blocks(
@@ -180,7 +150,7 @@ def teacher_forced_blocks(
     anchors_BA: jax.Array,
     detach_confidence: bool = False,
 ) -> BlockFeatures:
-    """`teacher_forced_features` for some of the anchors, over the context that `context_rows` made for all of them."""
+    """See `Algorithm`."""
     start_BS = rows.start_BS if isinstance(rows, ScannedRows) else rows[0].start_BS
     start_BA = jnp.take_along_axis(start_BS, anchors_BA, axis=1)
     first_BA = base.gather_positions(tokens_BS, anchors_BA)
@@ -203,37 +173,18 @@ def draft_logits(config: DrafterConfig, params: Params, frozen: Frozen, hidden: 
     return logits
 
 
-def teacher_forced(
-    config: DrafterConfig,
-    params: Params,
-    frozen: Frozen,
-    tokens_BS: jax.Array,
-    taps_BSMD: jax.Array,
-    anchors_BA: jax.Array,
-) -> DraftOutput:
-    """Drafts of the blocks at `anchors`, every slot fed the true token before it. See DraftOutput."""
-    features = teacher_forced_features(config, params, frozen, tokens_BS, taps_BSMD, anchors_BA)
-    logits = draft_logits(config, params, frozen, features.hidden_BAGD, features.latent_BAGR)
-    return DraftOutput(logits, features.confidence_BAG)
-
-
-def init_caches(config: DrafterConfig, batch: int, length: int, dtype: jnp.dtype) -> list[LayerCache]:
-    """Empty context caches for weights of `dtype`."""
-    dtype = kv_cache.compute_dtype(dtype)
-    return [
-        kv_cache.empty(batch, config.num_kv_heads, length, config.head_dim, dtype) for _ in range(config.num_layers)
-    ]
+def cache_layers(config: DrafterConfig) -> list[tuple[int, int]]:
+    """See `Algorithm`: one cache a layer."""
+    return [(config.num_kv_heads, config.head_dim)] * config.num_layers
 
 
 def commit(
-    config: DrafterConfig, params: Params, caches: Sequence[Cache], taps_BSMD: jax.Array, position_BS: jax.Array
-) -> list[Any]:
-    """Adds the target's features of S tokens at their positions to the context caches, whose kind is kept.
-
-    Rows of tokens that turn out rejected may be among them: they lie at or beyond the next anchor, hence unseen,
-    and are overwritten when their position is committed.
-    """
-    context = _apply(config, params, taps_BSMD, position_BS, method="context")
+    config: DrafterConfig, params: Params, frozen: Frozen, caches: Sequence[Cache], committed: Committed,
+    position_BS: jax.Array,
+) -> list[Any]:  # fmt: skip
+    """See `Algorithm`: the target's features alone make the context, and a token's rows lie at its own position."""
+    del frozen
+    context = _apply(config, params, committed.taps_BSMD, position_BS, method="context")
     return [cache.append(k, v, position_BS) for cache, (k, v) in zip(caches, context, strict=True)]
 
 
@@ -263,12 +214,8 @@ def propose(
     greedy: bool = False,
     shortlist: int = 0,
 ) -> Proposal:
-    """Drafts G tokens a request after token `first` at position `anchor`: one parallel pass, then a scan.
-
-    `greedy` (static) says that every row has temperature 0, which needs no law at all. With `shortlist` K each
-    position drafts among the K candidates that the backbone alone ranks highest: a step of the head then costs K r
-    in place of V r. The proposal's law lives on those K and is exact there.
-    """
+    """See `Algorithm`: one parallel pass, then a scan. A shortlist holds the candidates that the backbone alone ranks
+    highest: a step of the head then costs K r in place of V r."""
     embedded_RAGD = _embed_block(config, frozen, first_R[:, None])
     hidden_RAGD = _apply(config, params, embedded_RAGD, anchor_R[:, None], caches, method="block")
     hidden_RGD = hidden_RAGD[:, 0]

@@ -19,8 +19,8 @@ import numpy as np
 from dspark_jax import layers
 from dspark_jax import target as target_lib
 from dspark_jax.config import ConfigError, DrafterConfig, TargetConfig
-from dspark_jax.drafters import dspark
-from dspark_jax.drafters.base import Frozen
+from dspark_jax.drafters import registry
+from dspark_jax.drafters.base import Committed, Frozen
 from dspark_jax.target import Target
 
 Params = dict[str, Any]
@@ -180,7 +180,8 @@ def _accepted(
 ) -> jax.Array:
     """Leading drafts [R, A] that are the text itself."""
     anchors_RA = jnp.broadcast_to(anchors_A[None, :], (text_RS.shape[0], anchors_A.shape[0]))
-    logits_RAGV = dspark.teacher_forced(config, params, frozen, text_RS, taps_RSMD, anchors_RA).logits_BAGV
+    committed = Committed(text_RS, taps_RSMD, jnp.zeros_like(taps_RSMD[:, :, 0]))
+    logits_RAGV = registry.teacher_forced(config, params, frozen, committed, anchors_RA).logits_BAGV
     draft_RAG = jnp.argmax(logits_RAGV, axis=-1)
     if frozen.draft_to_target_V is not None:
         draft_RAG = frozen.draft_to_target_V[draft_RAG]

@@ -1,0 +1,34 @@
+"""Which module drafts for a config, and what is the same for all of them."""
+
+import jax
+import jax.numpy as jnp
+
+from dspark_jax import kv_cache
+from dspark_jax.config import DrafterConfig
+from dspark_jax.drafters import dspark
+from dspark_jax.drafters.base import Algorithm, Committed, DraftOutput, Frozen, Params
+from dspark_jax.kv_cache import LayerCache
+
+_ALGORITHMS: dict[str, Algorithm] = {"dspark": dspark}
+
+
+def algorithm(config: DrafterConfig) -> Algorithm:
+    """The functions that train and run the drafter of a config."""
+    return _ALGORITHMS[config.algorithm]
+
+
+def init_caches(config: DrafterConfig, batch: int, length: int, dtype: jnp.dtype) -> list[LayerCache]:
+    """Empty dense context caches for weights of `dtype`."""
+    dtype = kv_cache.compute_dtype(dtype)
+    return [kv_cache.empty(batch, heads, length, size, dtype) for heads, size in algorithm(config).cache_layers(config)]
+
+
+def teacher_forced(
+    config: DrafterConfig, params: Params, frozen: Frozen, committed: Committed, anchors_BA: jax.Array
+) -> DraftOutput:
+    """Drafts of the blocks at `anchors` in rows of one document each, every slot fed the true token before it."""
+    run, tokens_BS = algorithm(config), committed.tokens_BS
+    rows = run.context_rows(config, params, frozen, committed, jnp.zeros_like(tokens_BS))
+    blocks = run.teacher_forced_blocks(config, params, frozen, tokens_BS, rows, anchors_BA)
+    logits = run.draft_logits(config, params, frozen, blocks.hidden_BAGD, blocks.latent_BAGR)
+    return DraftOutput(logits, blocks.confidence_BAG)
