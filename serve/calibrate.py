@@ -23,7 +23,7 @@ from dspark_jax import ConfigError, Drafter, Generation, SamplingParams, Target,
 from serve import report
 from serve.calibration import write_temperatures
 from serve.prompts import choose_prompts, encode
-from serve.setup import load_models
+from serve.setup import cache_programs, load_models
 
 LEAST_BLOCKS = 50  # of each split: fewer say nothing about 20 bins
 
@@ -180,6 +180,7 @@ def main() -> int:
         chosen = choose_prompts(args.prompts, args.limit)
         if args.plot:
             report.check_writable(args.plot)
+        cache_programs()
         target, drafter, path = load_models(args.target, args.drafter)
         by_domain = encode(target, chosen, args.tokens)
         rows = [ids for ids in interleave(list(by_domain.values())) if len(ids) <= args.max_prompt_tokens]

@@ -175,10 +175,11 @@ class Args:
 
 
 def main() -> int:
-    from serve.setup import load_engine
+    from serve.setup import cache_programs, load_engine
 
     try:
         args = tyro.cli(Args, description=__doc__)
+        cache_programs()
         engine = load_engine(args.target, args.drafter, max_requests=args.requests)
         console = Console()
         with console.status("compiling") as status:

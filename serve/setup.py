@@ -9,7 +9,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it advises about tor
 import jax
 
 from dspark_jax import ConfigError, Drafter, Target, load_drafter, load_target
-from dspark_jax.weights import hub
+from dspark_jax.weights import hub, selftest
 from dspark_jax.weights.locate import EMBEDDED
 from serve.calibration import read_temperatures
 from serve.dtype import fast_dtype
@@ -31,10 +31,15 @@ def find_drafter(target: str, drafter: Path | None) -> Path:
 
 
 def load_models(target: str, drafter: Path | None) -> tuple[Target, Drafter, Path]:
-    """Target and drafter in the dtype that is fast on this machine, and where the drafter lies."""
+    """Target and drafter in the dtype that is fast on this machine, and where the drafter lies.
+
+    A drafter that the user brings is first tried on a few lines of the target's own text: one that is served otherwise
+    than it was trained drafts badly without any error, and gets a loud DrafterWarning here.
+    """
     path = find_drafter(target, drafter)
     loaded = load_target(target, fast_dtype())
-    return loaded, load_drafter(path, loaded, str(loaded.dtype)), path
+    strange = drafter is not None and bool(selftest.questions(loaded))
+    return loaded, load_drafter(path, loaded, str(loaded.dtype), self_test=strange), path
 
 
 def load_engine(target: str, drafter: Path | None, **sizes: Any) -> Engine:
