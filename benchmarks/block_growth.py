@@ -18,6 +18,7 @@ from rich.table import Table
 
 from dspark_jax import ConfigError, Drafter, SamplingParams
 from dspark_jax.drafters import dspark
+from dspark_jax.target import cast_params
 from serve import report
 from serve.engine import Engine, EngineConfig
 from serve.setup import load_models
@@ -46,7 +47,7 @@ def time_rounds(args: Args) -> list[dict[str, float]]:
                 shipped.config, block_size=block, markov_rank=shipped.config.markov_rank if head else 0,
                 confidence_with_markov=head,
             )  # fmt: skip
-            params = dspark.init_params(config, jax.random.key(0))
+            params = cast_params(dspark.init_params(config, jax.random.key(0)), str(target.dtype))
             sizes = EngineConfig(
                 max_requests=args.requests, request_sizes=(args.requests,), max_context=256, prefill_lengths=(64,),
                 shortlist=args.shortlist,
