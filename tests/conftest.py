@@ -5,16 +5,20 @@ fixed when JAX starts, and eight fake ones would slow every other test down.
 """
 
 import os
+from pathlib import Path
 
 # Read when the libraries are imported, so set first. JAX_PLATFORMS=cuda (or tpu) in the environment wins.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # tests compile far longer than they run
+# Programs are kept beside pytest's own cache: workers, subprocesses and the next run share what one has compiled.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "programs"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.05")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 
 import importlib.metadata
-from pathlib import Path
 
 import hypothesis
 import jax
