@@ -112,12 +112,14 @@ def block_attention(
     own, visible_GU = _score(own, rule, head_dim), _own_visible(num_rows, rule)
     if visible_GU is not None:
         own = jnp.where(visible_GU[None, None, None, None], own, _HIDDEN)
-    weights = jax.nn.softmax(jnp.concatenate([context, own], axis=-1), axis=-1).astype(context_v_BKTH.dtype)
-    out = jnp.einsum("BKJAGT,BKTH->BAGKJH", weights[..., :num_keys], context_v_BKTH, preferred_element_type=jnp.float32)
-    out += jnp.einsum(
-        "BKJAGU,BAUKH->BAGKJH", weights[..., num_keys:], block_v_BAGKH, preferred_element_type=jnp.float32
-    )
-    return out.reshape(q_BAGNH.shape)
+    # One softmax over both parts without joining them: a copy of all scores, and an odd number of keys, cost more.
+    largest = jnp.maximum(jnp.max(context, axis=-1), jnp.max(own, axis=-1))
+    largest = jax.lax.stop_gradient(largest)[..., None]
+    context, own = jnp.exp(context - largest), jnp.exp(own - largest)
+    dtype, total = context_v_BKTH.dtype, jnp.sum(context, axis=-1) + jnp.sum(own, axis=-1)
+    out = jnp.einsum("BKJAGT,BKTH->BAGKJH", context.astype(dtype), context_v_BKTH, preferred_element_type=jnp.float32)
+    out += jnp.einsum("BKJAGU,BAUKH->BAGKJH", own.astype(dtype), block_v_BAGKH, preferred_element_type=jnp.float32)
+    return (out / total.transpose(0, 3, 4, 1, 2)[..., None]).reshape(q_BAGNH.shape)
 
 
 class _Running(NamedTuple):

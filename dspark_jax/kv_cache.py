@@ -20,7 +20,8 @@ import jax.numpy as jnp
 
 from dspark_jax.attention import DEFAULT, Rule, block_attention, causal_attention, paged_attention
 
-_QUERIES = 512
+# A packed row attends in at most so many pieces, of no fewer queries than that.
+_PIECES, _QUERIES = 8, 256
 
 
 class LayerCache(NamedTuple):
@@ -130,19 +131,18 @@ class DocumentRows(NamedTuple):
         return self._replace(block_start_BA=start_BA)
 
     def attend(self, q_BSNH: jax.Array, position_BS: jax.Array, rule: Rule = DEFAULT) -> jax.Array:
-        """Each token over its own document, [B, S, N, H] float32; `_QUERIES` rows at a time, so that no [S, S] array
-        of scores exists."""
+        """Each token over its own document, [B, S, N, H] float32; a piece of the row at a time, over the keys up to the
+        piece's end: no [S, S] array of scores exists, and most of what lies ahead of a token is never computed."""
         length = q_BSNH.shape[1]
-        if length <= _QUERIES or length % _QUERIES:
-            return causal_attention(q_BSNH, self.k_BKHT, self.v_BKTH, position_BS, rule, self.start_BS)
-        parts = jax.tree.map(
-            lambda x: x.reshape(x.shape[0], -1, _QUERIES, *x.shape[2:]).swapaxes(0, 1),
-            (q_BSNH, position_BS, self.start_BS),
-        )
-        out = jax.lax.map(
-            lambda part: causal_attention(part[0], self.k_BKHT, self.v_BKTH, part[1], rule, part[2]), parts
-        )
-        return out.swapaxes(0, 1).reshape(q_BSNH.shape)
+        piece = max(_QUERIES, -(-length // _PIECES))
+        out = []
+        for begin in range(0, length, piece):
+            end = min(begin + piece, length)
+            own = (x[:, begin:end] for x in (q_BSNH, position_BS, self.start_BS))
+            q_BQNH, position_BQ, start_BQ = own
+            keys, values = self.k_BKHT[..., :end], self.v_BKTH[:, :, :end]
+            out.append(causal_attention(q_BQNH, keys, values, position_BQ, rule, start_BQ))
+        return jnp.concatenate(out, axis=1)
 
     def attend_block(
         self, q_BAGNH: jax.Array, k_BAGKH: jax.Array, v_BAGKH: jax.Array, limit_BA: jax.Array, rule: Rule = DEFAULT

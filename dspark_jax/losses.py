@@ -56,27 +56,63 @@ def slot_terms(
     `base_logits` [..., V]: the draft's logits before the sequential head.
     """
     logits, teacher_logits = logits.astype(jnp.float32), teacher_logits.astype(jnp.float32)
-    log_q = jax.nn.log_softmax(logits, axis=-1)
     if teacher_log_partition is None:
         teacher_log_partition = jax.nn.logsumexp(teacher_logits, axis=-1)
-    p = jnp.exp(teacher_logits - teacher_log_partition[..., None])
-    outside = jnp.maximum(1.0 - jnp.sum(p, axis=-1), 0.0)
-
-    def distances(log_q: jax.Array) -> tuple[jax.Array, jax.Array]:
-        picked = jnp.take_along_axis(log_q, jnp.maximum(labels, 0)[..., None], axis=-1)[..., 0]
-        return jnp.where(labels >= 0, -picked, 0.0), jnp.sum(jnp.abs(jnp.exp(log_q) - p), axis=-1) + outside
-
-    ce, tv = distances(log_q)
+    ce, soft_ce, tv = _distances(logits, labels, teacher_logits, teacher_log_partition)
     acceptance = jnp.clip(1.0 - 0.5 * jax.lax.stop_gradient(tv), 0.0, 1.0)
-    soft_ce = -jnp.sum(p * log_q, axis=-1)
     if confidence is None:
         bce = jnp.zeros_like(ce)
     else:
         bce = jax.nn.softplus(confidence) - acceptance * confidence
     zero = jnp.zeros_like(ce)
     label_q = jnp.where(labels >= 0, jnp.exp(-jax.lax.stop_gradient(ce)), 0.0)
-    base = (zero, zero) if base_logits is None else distances(jax.nn.log_softmax(base_logits.astype(jnp.float32)))
+    base = (zero, zero)
+    if base_logits is not None:
+        base_ce, _, base_tv = _distances(base_logits.astype(jnp.float32), labels, teacher_logits, teacher_log_partition)
+        base = (base_ce, base_tv)
     return SlotTerms(ce, soft_ce, tv, bce, acceptance, label_q, *base)
+
+
+_Distances = tuple[jax.Array, jax.Array, jax.Array]
+
+
+@jax.custom_vjp
+def _distances(logits: jax.Array, labels: jax.Array, teacher: jax.Array, log_partition: jax.Array) -> _Distances:
+    """Cross-entropy to the label, cross-entropy to the teacher, and sum_v |q - p|, of slots [...]; no gradient goes to
+    the teacher. Its own is in closed form: one pass over the logits, where differentiating the terms one by one keeps
+    several arrays of the vocabulary's size."""
+    return _distances_forward(logits, labels, teacher, log_partition)[0]
+
+
+def _distances_forward(
+    logits: jax.Array, labels: jax.Array, teacher: jax.Array, log_partition: jax.Array
+) -> tuple[_Distances, tuple[jax.Array, ...]]:
+    log_sum = jax.nn.logsumexp(logits, axis=-1)
+    log_q = logits - log_sum[..., None]
+    q, p = jnp.exp(log_q), jnp.exp(teacher - log_partition[..., None])
+    mass = jnp.sum(p, axis=-1)
+    picked = jnp.take_along_axis(logits, jnp.maximum(labels, 0)[..., None], axis=-1)[..., 0]
+    ce = jnp.where(labels >= 0, log_sum - picked, 0.0)
+    soft_ce = -jnp.sum(p * log_q, axis=-1)
+    tv = jnp.sum(jnp.abs(q - p), axis=-1) + jnp.maximum(1.0 - mass, 0.0)
+    lean = jnp.sum(jnp.sign(q - p) * q, axis=-1)
+    return (ce, soft_ce, tv), (logits, labels, teacher, log_partition, log_sum, mass, lean)
+
+
+def _distances_backward(kept: tuple[jax.Array, ...], of: _Distances) -> tuple[jax.Array, None, None, None]:
+    """d ce = q - 1[label], d soft_ce = (sum p) q - p, d tv = q (s - sum_u s_u q_u) with s the sign of q - p."""
+    logits, labels, teacher, log_partition, log_sum, mass, lean = kept
+    of_ce, of_soft, of_tv = of
+    of_ce = jnp.where(labels >= 0, of_ce, 0.0)
+    q, p = jnp.exp(logits - log_sum[..., None]), jnp.exp(teacher - log_partition[..., None])
+    # Per slot: what multiplies q, then what the label, p and the sign add.
+    of_q = of_ce + of_soft * mass - of_tv * lean
+    ids_V = jax.lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1)
+    of_logits = q * (of_q[..., None] + of_tv[..., None] * jnp.sign(q - p)) - of_soft[..., None] * p
+    return of_logits - jnp.where(ids_V == labels[..., None], of_ce[..., None], 0.0), None, None, None
+
+
+_distances.defvjp(_distances_forward, _distances_backward)
 
 
 class LossSums(NamedTuple):

@@ -7,7 +7,7 @@ so the same rule holds for a parameter, its gradient and its optimiser state, of
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -128,10 +128,48 @@ def row_shards() -> int:
 
 
 def constrain(x: jax.Array, *axes: Any) -> jax.Array:
-    """Says how an array inside a traced function lies on the mesh; nothing without a mesh."""
-    if jax.sharding.get_abstract_mesh().empty:
+    """Says how an array inside a traced function lies on the mesh; nothing without a mesh, nor of the axes that
+    `sum_over_rows` has cut the array along already."""
+    mesh = jax.sharding.get_abstract_mesh()
+    cut = {*mesh.manual_axes}
+    parts = [tuple(a for a in ((axis,) if isinstance(axis, str) else axis or ()) if a not in cut) for axis in axes]
+    if mesh.empty or (cut and not any(parts)):
         return x
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(*axes))
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*(part or None for part in parts)))
+
+
+def sum_over_rows(function: Callable[[Any, Any], tuple[Any, Any]], whole: Any, rows: Any, like: Any) -> tuple[Any, Any]:
+    """Runs function(whole, rows) -> (sums, gradients) on each device's own rows, and adds the results up.
+
+    Every array of `rows` leads with the rows of the batch; `whole` lies whole over `data` and `fsdp`. The gradients
+    come out split by the table, as `like`, a tree of their shapes, has paths for it. Left to the compiler, partial sums
+    in a loop would be exchanged in each turn of it.
+    """
+    if row_shards() == 1:
+        return function(whole, rows)
+    splits = jax.tree_util.tree_map_with_path(lambda path, x: _fsdp_axis(path_string(path), x.ndim), like)
+
+    def own(whole: Any, rows: Any) -> tuple[Any, Any]:
+        sums, gradients = function(whole, rows)
+        return jax.lax.psum(sums, ROWS), jax.tree.map(_scatter, gradients, splits)
+
+    out = PartitionSpec(), jax.tree.map(lambda axis: PartitionSpec(*(None,) * axis, *("fsdp",) * (axis >= 0)), splits)
+    places = PartitionSpec(), PartitionSpec(ROWS)
+    # Nothing here is differentiated from outside, which is what the check would make safe.
+    return jax.shard_map(own, in_specs=places, out_specs=out, axis_names={*ROWS}, check_vma=False)(whole, rows)
+
+
+def _fsdp_axis(path: str, rank: int) -> int:
+    """The axis of an array that `fsdp` splits, -1 for none."""
+    axes = spec(path, rank)
+    return axes.index("fsdp") if "fsdp" in axes else -1
+
+
+def _scatter(x: jax.Array, axis: int) -> jax.Array:
+    """The sum over the devices, of which each keeps its part along `axis`; -1: all of it."""
+    if axis < 0:
+        return jax.lax.psum(x, ROWS)
+    return jax.lax.psum(jax.lax.psum_scatter(x, "fsdp", scatter_dimension=axis, tiled=True), "data")
 
 
 def gather_tree(tree: Any) -> Any:

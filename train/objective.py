@@ -1,9 +1,11 @@
 """The loss of a batch: target features, teacher-forced drafts and the vocabulary work, over chunks of anchors.
 
-`batch_sums` reads top to bottom. Everything that grows with anchors or with the vocabulary happens inside one chunk of
-blocks, which the backward pass computes again, so memory follows the chunk and not the number of anchors.
+`sums_and_gradients` reads top to bottom. Everything that grows with anchors or with the vocabulary happens inside one
+chunk of blocks, forward and backward, so memory follows the chunk and not the number of anchors.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -159,80 +161,144 @@ def supervised_slots(
     return jnp.cumprod(own_BAG.astype(jnp.int32), axis=-1) > 0
 
 
+class _Whole(NamedTuple):
+    """What the rows of a batch share: whole on every device, but for `tensor`."""
+
+    params: Params
+    frozen: Frozen
+    target_to_draft_V: jax.Array | None
+    shares: losses.Shares
+
+
 def batch_sums(models: StepModels, params: Params, weights: StepWeights, batch: Batch) -> BatchSums:
     """The sums that the loss of a batch, or of a part of it, is made of."""
-    drafter, train = models.drafter, models.train
-    # Gathered once, not in every chunk.
+    nothing = jnp.float32(0.0)
+    whole, batch = _prepared(models, params, weights, batch, losses.Shares(nothing, nothing))
+    return sharding.sum_over_rows(functools.partial(_own_sums, models), whole, batch, {})[0]
+
+
+def sums_and_gradients(
+    models: StepModels, params: Params, weights: StepWeights, batch: Batch, shares: losses.Shares
+) -> tuple[BatchSums, Params]:
+    """`batch_sums`, and the float32 gradients of the loss's numerator, split as the table of dspark_jax.sharding says.
+
+    Each chunk of blocks is differentiated where it is computed, so nothing is kept of it and nothing computed again;
+    devices add their gradients up once, behind the last chunk.
+    """
+    whole, batch = _prepared(models, params, weights, batch, shares)
+    return sharding.sum_over_rows(functools.partial(_own_gradients, models), whole, batch, params)
+
+
+def _prepared(
+    models: StepModels, params: Params, weights: StepWeights, batch: Batch, shares: losses.Shares
+) -> tuple[_Whole, Batch]:
+    """The frozen tables gathered once, not in every chunk, and the batch with its features."""
     frozen = weights.frozen._replace(
         embed_VD=sharding.constrain(weights.frozen.embed_VD, "tensor", None),
         head_VD=sharding.constrain(weights.frozen.head_VD, "tensor", None),
     )
+    if batch.features is None:
+        target = models.target, models.drafter, weights.target_params, batch.tokens_BS, batch.start_BS
+        batch = batch._replace(features=target_features(*target, models.scan_layers))
+    return _Whole(params, frozen, weights.target_to_draft_V, shares), batch
+
+
+def _context(models: StepModels, whole: _Whole, batch: Batch) -> Any:
+    """What all blocks of a row share of its context."""
+    assert batch.features is not None
+    drafter, committed = models.drafter, Committed(batch.tokens_BS, batch.features.taps_BSMD, batch.features.hidden_BSD)
+    context = algorithm(drafter).context_rows
+    return context(drafter, whole.params, whole.frozen, committed, batch.start_BS, models.scan_layers)
+
+
+def _own_sums(models: StepModels, whole: _Whole, batch: Batch) -> tuple[BatchSums, Params]:
+    rows = _context(models, whole, batch)
+    return _add_over_chunks(lambda part: _chunk_sums(models, whole, batch, rows, part), models, batch), {}
+
+
+def _own_gradients(models: StepModels, whole: _Whole, batch: Batch) -> tuple[BatchSums, Params]:
+    def context(params: Params) -> tuple[list[jax.Array], Any]:
+        rows = _context(models, whole._replace(params=params), batch)
+        return _real(rows), rows
+
+    arrays, pull_back, rows = jax.vjp(context, whole.params, has_aux=True)
+
+    def chunk(part: _Anchors) -> tuple[BatchSums, tuple[Params, list[jax.Array]]]:
+        def value(params: Params, arrays: list[jax.Array]) -> tuple[jax.Array, BatchSums]:
+            sums = _chunk_sums(models, whole._replace(params=params), batch, _with_real(rows, arrays), part)
+            return losses.numerator(sums.loss.terms, models.loss, whole.shares), sums
+
+        (_, sums), grads = jax.value_and_grad(value, (0, 1), has_aux=True)(whole.params, arrays)
+        return sums, jax.tree.map(lambda grad: grad.astype(jnp.float32), grads)
+
+    sums, (own, of_arrays) = _add_over_chunks(chunk, models, batch)
+    (through_context,) = pull_back([grad.astype(x.dtype) for grad, x in zip(of_arrays, arrays, strict=True)])
+    return sums, jax.tree.map(lambda one, other: one + other.astype(jnp.float32), own, through_context)
+
+
+def _is_real(x: jax.Array) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _real(tree: Any) -> list[jax.Array]:
+    """The arrays of a tree that have gradients."""
+    return [x for x in jax.tree.leaves(tree) if _is_real(x)]
+
+
+def _with_real(tree: Any, arrays: list[jax.Array]) -> Any:
+    """The tree with these in place of its own."""
+    new = iter(arrays)
+    return jax.tree.map(lambda x: next(new) if _is_real(x) else x, tree)
+
+
+def _chunk_sums(models: StepModels, whole: _Whole, batch: Batch, rows: Any, part: _Anchors) -> BatchSums:
+    """The sums of some blocks of every row."""
+    drafter, (params, frozen, target_to_draft_V, _), (anchors_BA, keep_BA) = models.drafter, whole, part
     features = batch.features
-    if features is None:
-        target = models.target, drafter, weights.target_params, batch.tokens_BS, batch.start_BS
-        features = target_features(*target, models.scan_layers)
-    run, committed = algorithm(drafter), Committed(batch.tokens_BS, features.taps_BSMD, features.hidden_BSD)
-    rows = run.context_rows(drafter, params, frozen, committed, batch.start_BS, models.scan_layers)
-    chunk = max(1, train.blocks_per_chunk * sharding.row_shards() // batch.anchors_BA.shape[0])
-    remat = train.remat if batch.anchors_BA.shape[1] > chunk else "none"
+    assert features is not None
 
-    def chunk_sums(part: _Anchors) -> BatchSums:
-        anchors_BA, keep_BA = part
-        blocks = run.teacher_forced_blocks(
-            drafter, params, frozen, batch.tokens_BS, rows, anchors_BA, models.loss.detach_confidence
+    def draft(params: Params, rows: Any) -> BlockFeatures:
+        detach = models.loss.detach_confidence
+        return algorithm(drafter).teacher_forced_blocks(
+            drafter, params, frozen, batch.tokens_BS, rows, anchors_BA, detach
         )
-        # The target's logits after token t predict t + 1: slot i's teacher is the hidden state at anchor + i.
-        teacher_BAG = anchors_BA[:, :, None] + jnp.arange(drafter.num_drafts)[None, None, :]
-        labels_BAG = base.gather_positions(batch.tokens_BS, teacher_BAG + 1)
-        if weights.target_to_draft_V is not None:
-            labels_BAG = weights.target_to_draft_V[labels_BAG]
-        teacher_BAGD = base.gather_positions(features.hidden_BSD, teacher_BAG)
-        partition_BAG = None
-        if drafter.draft_vocab_size:
-            partition_BAG = base.gather_positions(features.log_partition_BS, teacher_BAG)
-        mask_BAG = supervised_slots(batch.supervised_BS, batch.start_BS, anchors_BA, keep_BA, drafter.num_drafts)
-        scored = _score if remat == "none" else jax.checkpoint(_score, static_argnums=0)
-        return scored(models, params, frozen, blocks, labels_BAG, teacher_BAGD, partition_BAG, mask_BAG)
 
-    return _sum_over_chunks(chunk_sums, _Anchors(batch.anchors_BA, batch.keep_BA), chunk, remat == "all")
-
-
-def _score(
-    models: StepModels,
-    params: Params,
-    frozen: Frozen,
-    blocks: BlockFeatures,
-    labels_BAG: jax.Array,
-    teacher_BAGD: jax.Array,
-    partition_BAG: jax.Array | None,
-    mask_BAG: jax.Array,
-) -> BatchSums:
-    """The vocabulary work of some blocks: draft logits, the teacher's, and every term of the loss."""
-    drafter = models.drafter
+    if models.train.remat == "attention":
+        # The scores of attention are by far the most that a block keeps, and are no weight's product.
+        draft = jax.checkpoint(draft, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
+    blocks = draft(params, rows)
+    # The target's logits after token t predict t + 1: slot i's teacher is the hidden state at anchor + i.
+    teacher_BAG = anchors_BA[:, :, None] + jnp.arange(drafter.num_drafts)[None, None, :]
+    labels_BAG = base.gather_positions(batch.tokens_BS, teacher_BAG + 1)
+    if target_to_draft_V is not None:
+        labels_BAG = target_to_draft_V[labels_BAG]
+    partition_BAG = base_BAGV = None
+    if drafter.draft_vocab_size:
+        partition_BAG = base.gather_positions(features.log_partition_BS, teacher_BAG)
+    teacher_BAGD = base.gather_positions(features.hidden_BSD, teacher_BAG)
+    teacher_BAGV = layers.soft_cap(layers.linear(teacher_BAGD, frozen.head_VD), models.target.logit_softcap)
     logits_BAGV = algorithm(drafter).draft_logits(drafter, params, frozen, blocks.hidden_BAGD, blocks.latent_BAGR)
-    base_BAGV = None
     if models.loss.base_until:
         base_BAGV = layers.soft_cap(layers.linear(blocks.hidden_BAGD, frozen.head_VD), drafter.logit_softcap)
-    teacher_BAGV = layers.soft_cap(layers.linear(teacher_BAGD, frozen.head_VD), models.target.logit_softcap)
-    terms = losses.slot_terms(
-        logits_BAGV, blocks.confidence_BAG, labels_BAG, jax.lax.stop_gradient(teacher_BAGV), partition_BAG, base_BAGV
-    )
+    terms = losses.slot_terms(logits_BAGV, blocks.confidence_BAG, labels_BAG, teacher_BAGV, partition_BAG, base_BAGV)
+    mask_BAG = supervised_slots(batch.supervised_BS, batch.start_BS, anchors_BA, keep_BA, drafter.num_drafts)
     counted_BAG = mask_BAG.astype(jnp.float32)
     by_slot_2G = jnp.stack([jnp.sum(x, axis=(0, 1)) for x in (terms.acceptance * counted_BAG, counted_BAG)])
     return BatchSums(losses.loss_sums(terms, mask_BAG, models.loss), by_slot_2G)
 
 
-def _sum_over_chunks(chunk_sums: Any, anchors: _Anchors, chunk: int, recompute: bool) -> BatchSums:
-    """Adds `chunk_sums` over `chunk` anchors of every row at a time."""
-    num_anchors = anchors.anchors_BA.shape[1]
+def _add_over_chunks(chunk_of: Callable[[_Anchors], Any], models: StepModels, batch: Batch) -> Any:
+    """Adds up what `chunk_of` gives for the anchors of every row, `blocks_per_chunk` of all rows at a time."""
+    num_rows, num_anchors = batch.anchors_BA.shape
+    chunk = max(1, models.train.blocks_per_chunk // num_rows)
+    anchors = _Anchors(batch.anchors_BA, batch.keep_BA)
     if num_anchors <= chunk:
-        return chunk_sums(anchors)
+        return chunk_of(anchors)
     num_chunks = -(-num_anchors // chunk)
     # Fillers at anchor 0 that are not kept.
     padding = ((0, 0), (0, num_chunks * chunk - num_anchors))
-    parts = jax.tree.map(lambda x: jnp.pad(x, padding).reshape(x.shape[0], num_chunks, chunk).swapaxes(0, 1), anchors)
-    shapes = jax.eval_shape(chunk_sums, jax.tree.map(lambda x: x[0], parts))
+    parts = jax.tree.map(lambda x: jnp.pad(x, padding).reshape(num_rows, num_chunks, chunk).swapaxes(0, 1), anchors)
+    shapes = jax.eval_shape(chunk_of, jax.tree.map(lambda x: x[0], parts))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    body = jax.checkpoint(chunk_sums) if recompute else chunk_sums
-    total, _ = jax.lax.scan(lambda total, part: (jax.tree.map(jnp.add, total, body(part)), None), zeros, parts)
+    total, _ = jax.lax.scan(lambda total, part: (jax.tree.map(jnp.add, total, chunk_of(part)), None), zeros, parts)
     return total

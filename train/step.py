@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dspark_jax import losses, sharding
 from dspark_jax.config import Config, DrafterConfig, OptimizerSettings
 from dspark_jax.drafters.registry import algorithm
-from train.objective import Batch, BatchSums, Params, StepModels, StepWeights, batch_sums
+from train.objective import Batch, BatchSums, Params, StepModels, StepWeights, batch_sums, sums_and_gradients
 
 Metrics = dict[str, jax.Array]
 
@@ -93,13 +93,10 @@ def loss_and_gradients(
     With accumulation steps every array of the batch has a leading axis of parts, [parts, B, ...]. Parts and devices add
     sums and gradients of sums, and the weight of the whole batch divides them once: how a batch is cut changes nothing.
     """
+    computed = _compute_params(models, params)
 
     def part(part: Batch) -> tuple[BatchSums, Params]:
-        def value(params: Params) -> tuple[jax.Array, BatchSums]:
-            sums = batch_sums(models, _compute_params(models, params), weights, part)
-            return losses.numerator(sums.loss.terms, models.loss, shares), sums
-
-        (_, sums), grads = jax.value_and_grad(value, has_aux=True)(params)
+        sums, grads = sums_and_gradients(models, computed, weights, part, shares)
         return sums, sharding.constrain_tree(grads)
 
     if models.train.accumulation_steps == 1:
