@@ -173,6 +173,8 @@ class TrainSettings:
     seed: int = 42
     start_from: str = ""
     """Folder of a drafter whose weights and draft vocabulary a new run starts with; empty: fresh weights."""
+    recount_vocabulary: bool = False
+    """With start_from: draft over the commonest ids of this run's answers; those new to the drafter start unbiased."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Compute dtype of the drafter; master weights, losses and optimiser state are float32."""
     blocks_per_chunk: int = 128
@@ -189,6 +191,7 @@ class TrainSettings:
     eval_tokens: int = 64
 
     def __post_init__(self) -> None:
+        require(not self.recount_vocabulary or bool(self.start_from), "train recount_vocabulary needs start_from")
         positive = "max_steps", "batch_size", "accumulation_steps", "blocks_per_chunk", "log_every", "checkpoint_every"
         for field in positive:
             require(getattr(self, field) > 0, f"train {field} = {getattr(self, field)}: expected a positive number")

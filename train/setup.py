@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dspark_jax import load_target, sharding
-from dspark_jax.config import Config, ConfigError, DrafterConfig, drafter_config
+from dspark_jax.config import Config, ConfigError, DrafterConfig, TrainSettings, drafter_config, require
 from dspark_jax.drafters import Drafter
 from dspark_jax.drafters.base import Frozen
 from dspark_jax.drafters.drafter import Params, frozen_parts
@@ -118,14 +118,18 @@ def build(config: Config, draft_vocabulary: list[int] | None) -> Run:
         raise ConfigError(f"draft layout = {drafter.layout!r}: drafters are written in DeepSpec's format, anchor_first")
     conversations = load_conversations(config.data, target.tokenizer, shape.vocab_size)
     train, held_out = data.split(conversations.records, config.data.validation_fraction)
-    start_params, chosen = None, None
+    start_params, chosen, counted = None, None, None
+    if drafter.draft_vocab_size:
+        always = {*shape.eos_token_ids, *target.tokenizer.special_ids}
+        counted = data.draft_vocabulary(train, drafter.draft_vocab_size, shape.vocab_size, always)
     if draft_vocabulary is not None:
         chosen = np.asarray(draft_vocabulary, np.int32)
     elif config.train.start_from:
-        start_params, chosen = _start(config.train.start_from, drafter, target)
-    elif drafter.draft_vocab_size:
-        always = {*shape.eos_token_ids, *target.tokenizer.special_ids}
-        chosen = data.draft_vocabulary(train, drafter.draft_vocab_size, shape.vocab_size, always)
+        start_params, chosen = _start(config.train, drafter, target)
+        if config.train.recount_vocabulary:
+            start_params, chosen = _recounted(start_params, chosen, counted), counted
+    else:
+        chosen = counted
     target = dataclasses.replace(target, params=sharding.place(target.params, sharding.shardings(target.params, mesh)))
     frozen = _frozen(target.params, chosen, mesh)
     target_to_draft = None
@@ -178,9 +182,26 @@ def _frozen(params: Params, chosen: np.ndarray | None, mesh: Mesh) -> Frozen:
     return Frozen(whole.embed_VD, head_VD, d2t_V)
 
 
-def _start(path: str, drafter: DrafterConfig, target: Target) -> tuple[Params, np.ndarray | None]:
-    """Weights and draft vocabulary of a written drafter. Raises ConfigError where its shape is not the run's."""
+def _recounted(params: Params, old_V: np.ndarray, new_V: np.ndarray) -> Params:
+    """The weights for another draft vocabulary: its rows of W2, zero for ids that the old one lacks."""
+    if "markov" not in params:
+        return params
+    place_V = np.minimum(np.searchsorted(old_V, new_V), len(old_V) - 1)
+    known_V1 = (old_V[place_V] == new_V)[:, None]
+    return params | {
+        "markov": params["markov"] | {"w2": jax.numpy.where(known_V1, params["markov"]["w2"][place_V], 0.0)}
+    }
+
+
+def _start(settings: TrainSettings, drafter: DrafterConfig, target: Target) -> tuple[Params, np.ndarray | None]:
+    """Weights and draft vocabulary of a written drafter. Raises ConfigError where its shape is not the run's; the size
+    of the vocabulary may differ where it is counted again."""
+    path = settings.start_from
     config, params, draft_to_target = read_drafter(path, target)
+    if settings.recount_vocabulary:
+        for size in (config.draft_vocab_size, drafter.draft_vocab_size):
+            require(size > 0, f"train recount_vocabulary: {path} and the run both need a reduced draft vocabulary")
+        config = dataclasses.replace(config, draft_vocab_size=drafter.draft_vocab_size)
     if config != drafter:
         differing = [f.name for f in dataclasses.fields(config) if getattr(config, f.name) != getattr(drafter, f.name)]
         raise ConfigError(f"train start_from = {path}: its {', '.join(differing)} differ from the run's draft settings")
