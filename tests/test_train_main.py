@@ -14,6 +14,7 @@ import pytest
 
 from dspark_jax import load_drafter
 from dspark_jax.config import ConfigError, drafter_config
+from dspark_jax.weights.drafter_files import read_drafter
 from train import loop, setup
 from train.checkpoint import Checkpoints, RunFacts
 from train.main import load_config, main
@@ -238,3 +239,20 @@ def test_a_run_can_start_from_a_written_drafter(
         np.testing.assert_allclose(np.asarray(given), np.asarray(trained), rtol=2**-8)
     assert run(tmp_path, "--train.start-from", start, "--draft.block-size", "3") == 2
     assert "its block_size differ from the run's draft settings" in capsys.readouterr().err
+
+
+def test_a_vocabulary_counted_again_keeps_what_is_known_of_each_id(straight: Path) -> None:
+    start, config = str(straight / "drafter"), load_config(CONFIG)
+    settings = dataclasses.replace(config.train, start_from=start, recount_vocabulary=True)
+    size = config.draft.draft_vocab_size + 8
+    draft = dataclasses.replace(config.draft, draft_vocab_size=size)
+    _, old, before = read_drafter(start, tiny_target())
+    again = setup.build(dataclasses.replace(config, train=settings, draft=draft), None)
+    assert again.start_params is not None and before is not None and again.draft_vocabulary is not None
+    rows = np.asarray(again.start_params["markov"]["w2"])
+    assert len(rows) == size > len(before)
+    for token, row in zip(again.draft_vocabulary.tolist(), rows, strict=True):
+        known = np.flatnonzero(before == token)
+        np.testing.assert_array_equal(row, np.asarray(old["markov"]["w2"])[known[0]] if len(known) else 0 * row)
+    with pytest.raises(ConfigError, match="recount_vocabulary needs start_from"):
+        dataclasses.replace(settings, start_from="")
