@@ -15,6 +15,7 @@ from dspark_jax.config import MeshSettings
 from dspark_jax.losses import Shares
 from train import data, hosts, setup
 from train.evaluate import to_batch
+from train.hlo import traffic
 from train.main import load_config
 from train.step import jitted_step, loss_and_gradients, state_shardings, train_step
 
@@ -27,7 +28,7 @@ def settings(mesh: tuple[int, int, int], parts: int) -> Any:
     return dataclasses.replace(
         config,
         data=dataclasses.replace(config.data, packing=True, max_length=192, num_anchors=12),
-        train=dataclasses.replace(config.train, batch_size=16, accumulation_steps=parts, blocks_per_chunk=16),
+        train=dataclasses.replace(config.train, batch_size=16, accumulation_steps=parts, blocks_per_chunk=8),
         mesh=MeshSettings(*mesh),
     )
 
@@ -46,6 +47,7 @@ def main() -> None:
     elements = [data.element(rows[i % len(rows)], base.shapes[0], np.random.default_rng(i)) for i in range(16)]
     host = to_batch(jax.tree.map(lambda *leaves: np.stack(leaves), *elements))
     results, wanted = {}, None
+    weight_bytes = sum(x.nbytes for x in jax.tree.leaves(state.params))
     for shape in MESHES:
         mesh = sharding.make_mesh(MeshSettings(*shape), jax.devices()[: np.prod(shape)])
         run = moved(base, mesh)
@@ -53,11 +55,14 @@ def main() -> None:
         for parts in (1, 2) if shape == (2, 2, 2) else (1,):
             models = run.models._replace(train=settings(shape, parts).train)
             step = functools.partial(loss_and_gradients, models)
+            arguments = (
+                sharding.place(state.params, where.params), run.weights, hosts.place_batch(mesh, host, parts),
+                Shares(jnp.float32(0.3), jnp.float32(0.2)),
+            )  # fmt: skip
             with jax.set_mesh(mesh):
-                metrics, grads = jax.jit(step, out_shardings=(None, where.params))(
-                    sharding.place(state.params, where.params), run.weights, hosts.place_batch(mesh, host, parts),
-                    Shares(jnp.float32(0.3), jnp.float32(0.2)),
-                )  # fmt: skip
+                compiled = jax.jit(step, out_shardings=(None, where.params)).lower(*arguments).compile()
+                metrics, grads = compiled(*arguments)
+            sent = traffic(compiled.as_text() or "", mesh.size).collectives
             got = jax.device_get((metrics, grads))
             wanted = wanted or got
             scale = max(float(np.abs(x).max()) for x in jax.tree.leaves(wanted[1]))
@@ -65,6 +70,7 @@ def main() -> None:
             results["x".join(map(str, shape)) + f" in {parts}"] = {
                 "loss": abs(float(got[0]["loss"] - wanted[0]["loss"])),
                 "gradients": max(float(np.abs(a - b).max()) for a, b in pairs) / scale,
+                "sent": (sent["all-reduce"] + sent["reduce-scatter"]) / weight_bytes,
                 "split": int(sum(not x.is_fully_replicated for x in jax.tree.leaves(grads))),
             }
     models = run.models

@@ -45,6 +45,13 @@ def test_a_mesh_and_accumulation_change_neither_loss_nor_gradients(eight: dict, 
 
 
 @pytest.mark.multidevice
+@pytest.mark.parametrize(("name", "times"), [("8x1x1 in 1", 2), ("1x8x1 in 1", 1)])
+def test_gradients_are_exchanged_once_and_not_in_every_chunk_of_blocks(eight: dict, name: str, times: int) -> None:
+    """Each device has three chunks. A ring sends 7/8 of the bytes to scatter a sum, and as much to gather it again."""
+    assert eight["meshes"][name]["sent"] == pytest.approx(times * 7 / 8, rel=0.05)
+
+
+@pytest.mark.multidevice
 def test_the_state_keeps_its_split_and_the_step_is_compiled_once(eight: dict) -> None:
     assert eight["lost"] == [0, 0]
     assert eight["traces"] == 1

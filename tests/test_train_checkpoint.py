@@ -154,3 +154,15 @@ def test_another_drafter_is_refused_by_field(tmp_path: Path) -> None:
     check_drafter(stored, DRAFTER, tmp_path)
     with pytest.raises(ConfigError, match="num_layers 1 there, 2 here"):
         check_drafter(stored, dataclasses.replace(DRAFTER, num_layers=2), tmp_path)
+
+
+def test_a_checkpoint_older_than_a_field_counts_as_having_its_default(tmp_path: Path) -> None:
+    stored = facts(1, drafter=json.loads(json.dumps(dataclasses.asdict(DRAFTER))))
+    for name in ("logit_softcap", "layer_windows", "rope_scaling"):
+        del stored.drafter[name]
+    check_drafter(stored, DRAFTER, tmp_path)
+    with pytest.raises(ConfigError, match=r"logit_softcap 0\.0 there, 30\.0 here"):
+        check_drafter(stored, dataclasses.replace(DRAFTER, logit_softcap=30.0), tmp_path)
+    del stored.drafter["num_heads"]  # has no default
+    with pytest.raises(ConfigError, match="num_heads None there, 2 here"):
+        check_drafter(stored, DRAFTER, tmp_path)

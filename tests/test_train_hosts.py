@@ -1,9 +1,12 @@
 """Several processes as one run: what the environment must say, and the same training as in one process."""
 
+import dataclasses
 import os
 import socket
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 
 import jax
@@ -38,16 +41,38 @@ def test_alone_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     assert jax.process_count() == 1
 
 
-def begin(workdir: Path, *more: str, **environment: str) -> subprocess.Popen:
+@dataclasses.dataclass(frozen=True)
+class Started:
+    """A run in its own process. What it says goes into a file: a full pipe would stop it, and with it the others."""
+
+    process: subprocess.Popen
+    log: Path
+
+
+def begin(workdir: Path, *more: str, **environment: str) -> Started:
     command = [sys.executable, "-m", "train.main", "--workdir", str(workdir), *SETTINGS, *more]
     known = os.environ | {"PYTHONPATH": str(REPOSITORY)} | environment
-    return subprocess.Popen(command, env=known, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with tempfile.NamedTemporaryFile("w", dir=workdir.parent, suffix=".log", delete=False) as log:
+        process = subprocess.Popen(command, env=known, stdout=log, stderr=subprocess.STDOUT)
+    return Started(process, Path(log.name))
 
 
-def finished(process: subprocess.Popen) -> str:
-    out, err = process.communicate(timeout=600)
-    assert process.returncode == 0, err[-3000:]
-    return out
+def finished(*runs: Started, seconds: float = 400) -> list[str]:
+    """What runs said that ended well. Where one fails, or time is up, none is left behind."""
+    end = time.monotonic() + seconds
+    try:
+        while any(run.process.poll() is None for run in runs) and time.monotonic() < end:
+            if any(run.process.poll() for run in runs):
+                break
+            time.sleep(0.1)
+    finally:
+        for run in runs:
+            if run.process.poll() is None:
+                run.process.kill()
+                run.process.wait()
+    said = [run.log.read_text(encoding="utf-8") for run in runs]
+    assert [run.process.returncode for run in runs] == [0] * len(runs), "\n".join(text[-3000:] for text in said)
+    return said
 
 
 def losses(out: str) -> list[float]:
@@ -58,7 +83,7 @@ def losses(out: str) -> list[float]:
 def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The run in one process on one device, and what it printed."""
     workdir = tmp_path_factory.mktemp("alone") / "run"
-    return workdir, finished(begin(workdir))
+    return workdir, *finished(begin(workdir))
 
 
 def end_of(workdir: Path) -> tuple[TrainState, RunFacts]:
@@ -81,25 +106,25 @@ def assert_alike(left: Path, right: Path) -> None:
 def test_eight_devices_train_like_one_and_go_on_with_another_number(tmp_path: Path, alone: tuple[Path, str]) -> None:
     devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
     mesh = ["--mesh.data", "2", "--mesh.fsdp", "2", "--mesh.tensor", "2"]
-    out = finished(begin(tmp_path / "eight", *mesh, **devices))
+    (out,) = finished(begin(tmp_path / "eight", *mesh, **devices))
     np.testing.assert_allclose(losses(out), losses(alone[1]), atol=1.5e-4)  # shown with four digits
     assert_alike(tmp_path / "eight", alone[0])
-    resumed = finished(begin(tmp_path / "eight", "--resume", "--train.max-steps", "8"))
+    (resumed,) = finished(begin(tmp_path / "eight", "--resume", "--train.max-steps", "8"))
     assert "finished at step 8" in resumed
     assert end_of(tmp_path / "eight")[1].place == 8
 
 
-@pytest.mark.multihost
+@pytest.mark.slow
 def test_two_processes_train_like_one(tmp_path: Path, alone: tuple[Path, str]) -> None:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         coordinator = f"localhost:{free.getsockname()[1]}"
     names = {"JAX_COORDINATOR_ADDRESS": coordinator, "JAX_NUM_PROCESSES": "2"}
-    pair = [begin(tmp_path / "two", **names, JAX_PROCESS_ID=str(index)) for index in range(2)]
-    first, second = (finished(process) for process in pair)
+    first, second = finished(*(begin(tmp_path / "two", **names, JAX_PROCESS_ID=str(index)) for index in range(2)))
     assert losses(second) == []
     assert len(losses(first)) == 6
     np.testing.assert_allclose(losses(first), losses(alone[1]), atol=1.5e-4)  # shown with four digits
     assert_alike(tmp_path / "two", alone[0])
     assert (tmp_path / "two" / "drafter" / "config.json").is_file()
-    assert "finished at step 8" in finished(begin(tmp_path / "two", "--resume", "--train.max-steps", "8"))
+    (resumed,) = finished(begin(tmp_path / "two", "--resume", "--train.max-steps", "8"))
+    assert "finished at step 8" in resumed

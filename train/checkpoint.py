@@ -126,12 +126,15 @@ class Checkpoints:
 
 
 def check_drafter(facts: RunFacts, config: DrafterConfig, directory: Path) -> None:
-    """Raises ConfigError naming the fields in which a checkpoint's drafter differs from the one asked for."""
+    """Raises ConfigError naming the fields in which a checkpoint's drafter differs from the one asked for.
+
+    A field that is younger than the checkpoint had its default when that was written.
+    """
     wanted = json.loads(json.dumps(dataclasses.asdict(config)))
+    default = {f.name: f.default for f in dataclasses.fields(config) if f.default is not dataclasses.MISSING}
+    there = json.loads(json.dumps(default)) | facts.drafter
     differing = [
-        f"{name} {facts.drafter.get(name)!r} there, {value!r} here"
-        for name, value in wanted.items()
-        if facts.drafter.get(name) != value
+        f"{name} {there.get(name)!r} there, {here!r} here" for name, here in wanted.items() if there.get(name) != here
     ]
     if differing:
         raise ConfigError(

@@ -20,6 +20,7 @@ from dspark_jax.drafters.registry import algorithm
 from dspark_jax.kv_cache import DocumentRows
 
 Params = dict[str, Any]
+_POSITIONS = 64  # of every row, whose logits over the whole vocabulary exist at a time
 
 
 class TargetFeatures(NamedTuple):
@@ -89,14 +90,25 @@ def target_features(
             target, params, tokens_BS, position_BS, [rows] * target.num_layers, drafter.target_layer_ids
         )
     if drafter.draft_vocab_size:
-        # One sequence at a time: [S, V] logits are the largest array of a step.
-        log_partition_BS = jax.lax.map(
-            lambda hidden_SD: jax.nn.logsumexp(target_lib.logits(params, hidden_SD, target.logit_softcap), axis=-1),
-            hidden_BSD,
-        )
+        log_partition_BS = _log_partition(target, params, hidden_BSD)
     else:
         log_partition_BS = jnp.zeros(tokens_BS.shape, jnp.float32)
     return jax.lax.stop_gradient(TargetFeatures(taps_BSMD, hidden_BSD, log_partition_BS))
+
+
+def _log_partition(target: TargetConfig, params: Params, hidden_BSD: jax.Array) -> jax.Array:
+    """The log-sum-exp of the target's logits, [B, S]; a piece of all rows at a time, so that [S, V] is never whole and
+    rows stay on the devices that have them."""
+    batch, length, width = hidden_BSD.shape
+    head_VD = sharding.constrain(target_lib.head_table(params), "tensor", None)
+    count = -(-length // _POSITIONS)
+    padded = jnp.pad(hidden_BSD, ((0, 0), (0, count * _POSITIONS - length), (0, 0)))
+
+    def piece(hidden_BPD: jax.Array) -> jax.Array:
+        return jax.nn.logsumexp(layers.soft_cap(layers.linear(hidden_BPD, head_VD), target.logit_softcap), axis=-1)
+
+    pieces = padded.reshape(batch, count, _POSITIONS, width).swapaxes(0, 1)
+    return jax.lax.map(piece, pieces).swapaxes(0, 1).reshape(batch, -1)[:, :length]
 
 
 def _positions(start_BS: jax.Array) -> jax.Array:
