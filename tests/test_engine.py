@@ -13,9 +13,10 @@ from tiny import good_drafter, make_target, random_tokens
 from dspark_jax import ConfigError, SamplingParams, generate
 from serve import rounds
 from serve.curves import Curves
-from serve.engine import Engine, EngineConfig, request_buckets, token_buckets
+from serve.engine import Engine, EngineConfig
 from serve.scheduler import Request, Text
 from serve.server import Server
+from serve.sizes import request_buckets, token_buckets
 
 TARGET = make_target(mixing=0.15)
 DRAFTER = good_drafter(TARGET)
