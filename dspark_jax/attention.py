@@ -68,7 +68,7 @@ def causal_attention(
     return out.reshape(q_BSNH.shape)
 
 
-def _own_visible(num_rows: int, rule: Rule) -> jax.Array | None:
+def own_visible(num_rows: int, rule: Rule) -> jax.Array | None:
     """Which rows u of its own block a row g of a draft block sees, [G, U]; None: all of them."""
     row_G1, row_1U = jnp.arange(num_rows)[:, None], jnp.arange(num_rows)[None, :]
     if rule.causal_block:
@@ -109,7 +109,7 @@ def block_attention(
         row_BAG1 = (limit_BA[:, :, None] + jnp.arange(num_rows)[None, None, :])[..., None]
         visible_BAGT = visible_BAGT & (key_T > row_BAG1 - rule.window)
     context = jnp.where(visible_BAGT[:, None, None], _score(context, rule, head_dim), _HIDDEN)
-    own, visible_GU = _score(own, rule, head_dim), _own_visible(num_rows, rule)
+    own, visible_GU = _score(own, rule, head_dim), own_visible(num_rows, rule)
     if visible_GU is not None:
         own = jnp.where(visible_GU[None, None, None, None], own, _HIDDEN)
     # One softmax over both parts without joining them: a copy of all scores, and an odd number of keys, cost more.
@@ -181,7 +181,7 @@ def walk_pages(
     if own is not None:
         k_RKSH, v_RKSH = (x.astype(dtype).swapaxes(1, 2) for x in own)
         scores = jnp.einsum("RKJSH,RKUH->RKJSU", q_RKJSH, k_RKSH, preferred_element_type=jnp.float32)
-        scores, visible_GU = _score(scores, rule, head_dim), _own_visible(num_rows, rule)
+        scores, visible_GU = _score(scores, rule, head_dim), own_visible(num_rows, rule)
         if visible_GU is not None:
             scores = jnp.where(visible_GU[None, None, None], scores, _HIDDEN)
         start = _advance(start, scores, v_RKSH)

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from dspark_jax import gpu_attention
 from dspark_jax.attention import DEFAULT, Rule, block_attention, causal_attention, paged_attention
 
 # A packed row attends in at most so many pieces, of no fewer queries than that.
@@ -66,13 +67,28 @@ class Packing(NamedTuple):
         known_T = (self.row_T < num_rows) & (entry_T < num_entries)
         return jnp.where(known_T, self.page_table_RN[self.row_T, entry_T], num_pages)  # such gathers are clamped
 
+    def of_layer(self, number: jax.Array, num_layers: int, num_pages: int) -> "Packing":
+        """The same packing over a pool of `num_pages` that all layers share: page p of layer l lies at l * P + p."""
+        each, table_RN = num_pages // num_layers, self.page_table_RN
+        return self._replace(page_table_RN=jnp.where(table_RN < each, table_RN + number * each, num_pages))
+
 
 class PagedLayer(NamedTuple):
-    """One layer's pages and the packing of this round. Model inputs are [1, T, ...]; blocks are [R, 1, G, ...]."""
+    """One layer's pages and the packing of this round. Model inputs are [1, T, ...]; blocks are [R, 1, G, ...].
+
+    The pages may be those of all layers, P of each: `of_layer` is then one of them, which writes in the shared pool,
+    and `after_layer` the shared pool with what that layer wrote. A loop over layers so never copies a page.
+    """
 
     k_PKHp: jax.Array
     v_PKpH: jax.Array
     packing: Packing
+
+    def of_layer(self, number: jax.Array, num_layers: int) -> "PagedLayer":
+        return self._replace(packing=self.packing.of_layer(number, num_layers, self.k_PKHp.shape[0]))
+
+    def after_layer(self, layer: "PagedLayer") -> "PagedLayer":
+        return layer._replace(packing=self.packing)
 
     def append(self, k_1TKH: jax.Array, v_1TKH: jax.Array, position_1T: jax.Array) -> "PagedLayer":
         """Writes every packed token into its request's page; fillers and positions without a page are dropped.
@@ -94,9 +110,7 @@ class PagedLayer(NamedTuple):
         there_RS = pack.index_RS < num_tokens
         index_RS = jnp.where(there_RS, pack.index_RS, 0)
         limit_RS = jnp.where(there_RS, position_1T[0][index_RS] + 1, 0)
-        out_RSNH = paged_attention(
-            q_1TNH[0][index_RS], self.k_PKHp, self.v_PKpH, pack.page_table_RN, limit_RS, None, rule
-        )
+        out_RSNH = self._attend(q_1TNH[0][index_RS], limit_RS, None, rule)
         return out_RSNH[jnp.minimum(pack.row_T, index_RS.shape[0] - 1), pack.place_T][None]
 
     def attend_block(
@@ -105,9 +119,15 @@ class PagedLayer(NamedTuple):
         """One draft block a request over its context before `limit` and over itself."""
         limit_RG = jnp.broadcast_to(limit_R1, (limit_R1.shape[0], q_R1GNH.shape[2]))
         own = (k_R1GKH[:, 0], v_R1GKH[:, 0])
-        table = self.packing.page_table_RN
-        out_RGNH = paged_attention(q_R1GNH[:, 0], self.k_PKHp, self.v_PKpH, table, limit_RG, own, rule)
-        return out_RGNH[:, None]
+        return self._attend(q_R1GNH[:, 0], limit_RG, own, rule)[:, None]
+
+    def _attend(
+        self, q_RSNH: jax.Array, limit_RS: jax.Array, own: tuple[jax.Array, jax.Array] | None, rule: Rule
+    ) -> jax.Array:
+        """In cuDNN on a GPU, where it can; page by page in XLA elsewhere."""
+        cudnn = platform() == "gpu" and gpu_attention.takes(self.k_PKHp.dtype, q_RSNH.shape[-1], rule)
+        attend = gpu_attention.paged_attention if cudnn else paged_attention
+        return attend(q_RSNH, self.k_PKHp, self.v_PKpH, self.packing.page_table_RN, limit_RS, own, rule)
 
 
 class DocumentRows(NamedTuple):
@@ -119,6 +139,16 @@ class DocumentRows(NamedTuple):
     k_BKHT: jax.Array
     v_BKTH: jax.Array
     block_start_BA: jax.Array | None = None
+
+    def of_layer(self, number: jax.Array, num_layers: int) -> "DocumentRows":
+        """Every layer begins with the same empty rows."""
+        del number, num_layers
+        return self
+
+    def after_layer(self, layer: "DocumentRows") -> "DocumentRows":
+        """Nothing is kept of a layer's keys and values: nobody reads them again."""
+        del layer
+        return self
 
     def append(self, k_BSKH: jax.Array, v_BSKH: jax.Array, position_BS: jax.Array) -> "DocumentRows":
         """The keys and values of all S tokens."""
@@ -153,6 +183,7 @@ class DocumentRows(NamedTuple):
 
 
 Cache = LayerCache | PagedLayer | DocumentRows
+SharedCache = PagedLayer | DocumentRows  # one for all layers: what a loop over layers carries
 
 
 def empty(batch: int, num_kv_heads: int, length: int, head_dim: int, dtype: jnp.dtype) -> LayerCache:

@@ -27,11 +27,18 @@ _QUERIES_PER_BLOCK = 32
 class RaggedLayer(NamedTuple):
     """One layer's pages and the packing of this round. As PagedLayer: inputs are [1, T, ...], blocks [R, 1, G, ...].
 
-    Requests lie packed in order, those without rows last. Heads are padded with zeros to a multiple of 128.
+    Requests lie packed in order, those without rows last. Heads are padded with zeros to a multiple of 128. The pages
+    may be those of all layers, as with PagedLayer.
     """
 
     kv_PpCH: jax.Array
     packing: Packing
+
+    def of_layer(self, number: jax.Array, num_layers: int) -> "RaggedLayer":
+        return self._replace(packing=self.packing.of_layer(number, num_layers, self.kv_PpCH.shape[0]))
+
+    def after_layer(self, layer: "RaggedLayer") -> "RaggedLayer":
+        return layer._replace(packing=self.packing)
 
     def append(self, k_1TKH: jax.Array, v_1TKH: jax.Array, position_1T: jax.Array) -> "RaggedLayer":
         """Writes every packed token into its request's page; fillers and positions without a page are dropped, and

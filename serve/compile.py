@@ -2,9 +2,10 @@
 
     python -m serve.compile --target-config qwen3_8b --topology v5e:2x4 --requests 64
 
-Every round of the requests asked for is compiled ahead of time from shapes alone: no weights, no TPU, only libtpu (the
-extra `tpu`). The times are a roofline: a lower bound, whose shape by packed tokens is the curve that the scheduler will
-measure on the real slice. Exit code 0 when the engine fits, 1 when it does not, 2 for what must be put right.
+Every program that an engine for so many requests would compile is compiled here, ahead of time and from shapes alone:
+no weights, no TPU, only libtpu (the extra `tpu`). The times are a roofline: a lower bound, whose shape by packed tokens
+is the curve that the scheduler will measure on the real slice. Exit code 0 when the engine fits, 1 when it does not, 2
+for what must be put right.
 """
 
 import os
@@ -15,12 +16,13 @@ os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5p-16")
 os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no device is taken, so two may run at a time
+# The least effort on the program's speed: it compiles sooner, and takes a little more memory than it would need.
+os.environ.setdefault("JAX_EXEC_TIME_OPTIMIZATION_EFFORT", "-1.0")
 
 import dataclasses
 import functools
 import json
 import math
-import re
 import runpy
 import sys
 import time
@@ -31,20 +33,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import tyro
-from jax.experimental import topologies
 from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
-from dspark_jax import sharding
+from dspark_jax import scanned_target, sharding, slices
 from dspark_jax.config import ConfigError, DrafterConfig, MeshSettings, TargetConfig, drafter_config
 from dspark_jax.drafters.base import Frozen
 from dspark_jax.drafters.registry import algorithm
+from dspark_jax.hlo import traffic
+from dspark_jax.slices import CHIPS, Chip
 from dspark_jax.target import TargetModel, head_table
-from serve import roofline
-from serve.engine import EngineConfig, empty_state, lower, state_shardings, token_buckets
-from serve.roofline import CHIPS, Chip, Work
+from serve import report, roofline
+from serve.engine import empty_state, scans, state_shardings, trace
+from serve.roofline import Work
 from serve.rounds import Models, State, Weights
+from serve.sizes import EngineConfig, program_keys
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 DTYPE = jnp.dtype(jnp.bfloat16)
@@ -58,8 +62,10 @@ class Command:
     """A file of configs/ that has get_target(), such as qwen3_8b, or the path of one."""
     topology: str
     """A TPU slice: v5e:2x4, v5p:2x2x1, v6e:2x2, ..."""
-    requests: tuple[int, ...] = (64,)
-    """Numbers of requests to compile rounds for; the largest sizes the pages."""
+    requests: int = 64
+    """Most requests at a time."""
+    bucket_growth: int = 2
+    """How many times larger each bucket of requests and of tokens is than the one before (EngineConfig)."""
     context: int = 2048
     """Context of each request that the times assume."""
     max_context: int = 4096
@@ -74,11 +80,9 @@ class Command:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A compiled round on one device: bytes it needs beside weights and pages, its work, seconds to compile. `tokens`:
-    rows of the target."""
+    """A compiled round on one device: bytes it needs beside weights and pages, its work, seconds to compile."""
 
     key: tuple[Any, ...]
-    tokens: int
     temporaries: float
     work: Work
     compile_seconds: float
@@ -117,19 +121,10 @@ def load_models(name: str) -> tuple[TargetConfig, DrafterConfig]:
     return target, drafter_config(functions["get_config"]().draft, target)
 
 
-def topology_mesh(topology: str, tensor: int, num_kv_heads: int) -> Mesh:
+def slice_mesh(topology: str, tensor: int, num_kv_heads: int) -> Mesh:
     """The mesh over a slice's devices: `tensor` (0: as many as share the heads evenly) times `fsdp`, which splits each
     product once more. Raises ConfigError where there is no such slice, or it cannot be split so."""
-    try:
-        devices = topologies.get_topology_desc(topology_name=topology, platform="tpu").devices
-    except Exception as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(
-            f"--topology {topology}: cannot be described ({reason}); expected a name like v5e:2x4, v5p:2x2x1 or"
-            " v6e:2x2, and libtpu (the extra `tpu`)"
-        ) from error
-    if devices[0].device_kind not in CHIPS:
-        raise ConfigError(f"--topology {topology}: {devices[0].device_kind} is none of {', '.join(CHIPS)}")
+    devices = slices.describe(topology)
     tensor = tensor or math.gcd(len(devices), num_kv_heads)
     return sharding.make_mesh(MeshSettings(data=1, fsdp=max(1, len(devices) // tensor), tensor=tensor), devices)
 
@@ -147,6 +142,8 @@ def abstract_arguments(models: Models, config: EngineConfig, mesh: Mesh) -> tupl
 
     with jax.set_mesh(mesh):
         params = cast(jax.eval_shape(lambda: TargetModel(target).init(jax.random.key(0), ids, ids))["params"])
+        if models.scan_layers:
+            params = jax.eval_shape(functools.partial(scanned_target.stack, target), params)
         draft_params = cast(jax.eval_shape(lambda: algorithm(drafter).init_params(drafter, jax.random.key(0))))
         make = functools.partial(empty_state, models, config, DTYPE)
         state = placed(jax.eval_shape(make), state_shardings(make, mesh))
@@ -159,100 +156,99 @@ def abstract_arguments(models: Models, config: EngineConfig, mesh: Mesh) -> tupl
     return placed(weights, sharding.shardings(weights, mesh)), state
 
 
-def device_bytes(tree: Any) -> int:
-    """Bytes of a tree of shapes on one device."""
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree))
-
-
 def weights_read(models: Models, weights: Weights, kind: str) -> int:
     """Bytes of the weights that a device reads in a round, each once: all matrices but an embedding that is no head,
     and where it drafts those of the drafter and the head again."""
     assert weights.frozen is not None
-    read = device_bytes(weights.target) - (0 if models.target.tied_head else device_bytes(weights.target["embed"]))
-    return read + (device_bytes((weights.drafter, weights.frozen.head_VD)) if kind == "round" else 0)
+    read = slices.device_bytes(weights.target) - (
+        0 if models.target.tied_head else slices.device_bytes(weights.target["embed"])
+    )
+    return read + (slices.device_bytes((weights.drafter, weights.frozen.head_VD)) if kind == "round" else 0)
 
 
 def compile_program(
     models: Models, config: EngineConfig, key: tuple[Any, ...], weights: Weights, state: State, mesh: Mesh, context: int
 ) -> Program:
-    """Compiles one round for the devices of `mesh` and reads off what it takes."""
-    kind, requests = key[0], 1 if key[0] == "prefill" else key[1]
+    """Compiles one program for the devices of `mesh` and reads off what it takes."""
+    kind, requests, tokens = sizes(key)
     begun = time.perf_counter()
-    lowered = lower(models, config, key, weights, state, mesh)
+    traced = trace(models, config, key, weights, state, mesh)
     try:
-        compiled = lowered.compile()
+        compiled = traced.lower().compile()
     except jax.errors.JaxRuntimeError as error:
-        used = re.search(r"Used ([\d.]+)([KMGT]) of", str(error))
-        if used is None:
+        needed = slices.bytes_needed(error)
+        if needed is None:
             reason = str(error).splitlines()[0]
             raise ConfigError(f"the TPU compiler refuses the program {' '.join(map(str, key))}: {reason}") from error
-        needed = float(used[1]) * 2 ** (10 * (1 + "KMGT".index(used[2])))
-        temporaries, work = needed - device_bytes((weights, state)), Work(math.nan, math.nan)
-        return Program(key, key[-1], temporaries, work, time.perf_counter() - begun)
-    stats, cost = compiled.memory_analysis(), compiled.cost_analysis()
-    assert stats is not None and cost is not None and models.drafter is not None
+        temporaries, work = needed - slices.device_bytes((weights, state)), Work(math.nan, math.nan)
+        return Program(key, temporaries, work, time.perf_counter() - begun)
+    seconds, stats = time.perf_counter() - begun, compiled.memory_analysis()
+    assert stats is not None and models.drafter is not None
     temporaries = stats.temp_size_in_bytes + stats.generated_code_size_in_bytes
     temporaries += stats.output_size_in_bytes - stats.alias_size_in_bytes
-    # Bytes are counted here: XLA counts both branches of a condition, loops once, and does not look into the kernel.
+    # Attention is counted here, for contexts that are there: its loops run to no length known beforehand.
+    dots = slices.flops(traced.jaxpr.jaxpr, without=("while", "pallas_call")) / mesh.size
+    sent = sum(traffic(compiled.as_text() or "", mesh.size).collectives.values())
+    work = Work(dots, weights_read(models, weights, kind), sent)
     tensor, itemsize = mesh.shape["tensor"], DTYPE.itemsize
-    work = Work(cost["flops"], weights_read(models, weights, kind))
-    work += roofline.attention_work(models.target, requests, key[-1], context, itemsize, tensor)
+    work += roofline.attention_work(models.target, requests, tokens, context, itemsize, tensor)
     if kind == "round":
         rows = requests * models.drafter.block_size
         work += roofline.attention_work(models.drafter, requests, rows, context, itemsize, tensor)
-    return Program(key, key[-1], temporaries, work, time.perf_counter() - begun)
+    return Program(key, temporaries, work, seconds)
 
 
-def prove(command: Command, on_program: Callable[[tuple[Any, ...]], None] | None = None) -> Proof:
-    """Compiles every round that `command` asks for. Raises ConfigError for what an engine would refuse."""
+def sizes(key: tuple[Any, ...]) -> tuple[str, int, int]:
+    """What a program is, its requests, and the rows of the target in it."""
+    return key[0], 1 if key[0] == "prefill" else key[1], key[-1]
+
+
+def prove(command: Command, on_program: Callable[[str, int, int], None] = lambda *_: None) -> Proof:
+    """Compiles every program of the engine that `command` describes. `on_program` hears which comes next, how many are
+    done, and of how many. Raises ConfigError for what an engine would refuse."""
     target, drafter = load_models(command.target_config)
-    heads = math.gcd(target.num_kv_heads, drafter.num_kv_heads)
-    mesh = topology_mesh(command.topology, command.tensor, heads)
-    requests = tuple(sorted(set(command.requests)))
     config = EngineConfig(
-        max_requests=max(requests, default=0), request_sizes=requests, max_context=command.max_context,
+        max_requests=command.requests, bucket_growth=command.bucket_growth, max_context=command.max_context,
         prefill_lengths=command.prefill,
     )  # fmt: skip
     if not 0 <= command.context <= command.max_context:
         raise ConfigError(f"--context {command.context}: expected 0 to --max-context {command.max_context}")
-    models = Models(target, drafter, config.verify, config.shortlist)
+    heads = math.gcd(target.num_kv_heads, drafter.num_kv_heads)
+    mesh = slice_mesh(command.topology, command.tensor, heads)
+    models = Models(target, drafter, config.verify, config.shortlist, scans(config, target, "tpu"))
     weights, state = abstract_arguments(models, config, mesh)
     memory: dict[str, float] = {
-        "target": device_bytes(weights.target),
-        "drafter": device_bytes(weights.drafter),
-        "target pages": device_bytes(state.target_pages),
-        "drafter pages": device_bytes(state.draft_pages),
+        "target": slices.device_bytes(weights.target),
+        "drafter": slices.device_bytes(weights.drafter),
+        "target pages": slices.device_bytes(state.target_pages),
+        "drafter pages": slices.device_bytes(state.draft_pages),
     }
     if drafter.draft_vocab_size and weights.frozen:  # else its head is the target's
-        memory["draft vocabulary"] = device_bytes((weights.frozen.head_VD, weights.frozen.draft_to_target_V))
+        memory["draft vocabulary"] = slices.device_bytes((weights.frozen.head_VD, weights.frozen.draft_to_target_V))
     chip, programs = CHIPS[mesh.devices.flat[0].device_kind], []
     if sum(memory.values()) <= chip.memory:
-        for key in program_keys(config, drafter.num_drafts):
-            if on_program:
-                on_program(key)
+        keys = program_keys(config, drafter.num_drafts)
+        for done, key in enumerate(keys):
+            on_program(" ".join(map(str, key)), done, len(keys))
             programs.append(compile_program(models, config, key, weights, state, mesh, command.context))
     return Proof(chip, mesh, memory, programs)
 
 
-def program_keys(config: EngineConfig, num_drafts: int) -> list[tuple[Any, ...]]:
-    """Rounds of each number of requests by packed tokens, then prefills."""
-    keys: list[tuple[Any, ...]] = []
-    for requests in config.request_sizes:
-        keys.append(("plain", requests))
-        keys += [("round", requests, tokens) for tokens in token_buckets(requests, num_drafts)]
-    return keys + [("prefill", length) for length in config.prefill_lengths]
-
-
 def rows(proof: Proof) -> list[dict[str, Any]]:
     """The numbers of each program."""
-    return [
-        {
-            "program": p.key[0], "requests": 1 if p.key[0] == "prefill" else p.key[1], "tokens": p.tokens,
-            "temporaries_bytes": p.temporaries, "flops": p.work.flops, "bytes": p.work.bytes,
-            "seconds": roofline.seconds(p.work, proof.chip), "compile_seconds": p.compile_seconds,
-        }
-        for p in proof.programs
-    ]  # fmt: skip
+    found = []
+    for program in proof.programs:
+        kind, requests, tokens = sizes(program.key)
+        times = roofline.times(program.work, proof.chip)
+        found.append(
+            {
+                "program": kind, "requests": requests, "tokens": tokens, "temporaries_bytes": program.temporaries,
+                "flops": program.work.flops, "bytes": program.work.bytes, "sent": program.work.links,
+                "seconds": roofline.seconds(program.work, proof.chip), "bound_by": max(times, key=lambda k: times[k]),
+                "compile_seconds": program.compile_seconds,
+            }
+        )  # fmt: skip
+    return found
 
 
 def show(proof: Proof, command: Command, console: Console) -> None:
@@ -269,14 +265,18 @@ def show(proof: Proof, command: Command, console: Console) -> None:
     memory.add_row("all", f"{proof.needed / 2**30:.2f} of {proof.chip.memory / 2**30:.2f}")
     console.print(memory)
     curve = Table(title=f"roofline at a context of {command.context}", title_justify="left")
-    names = ("program", "requests", "tokens", "temporaries GiB", "GFLOP", "GB", "ms", "rounds/s", "compiled in s")
+    names = (
+        "program", "requests", "tokens", "temporaries GiB", "GFLOP", "GB", "MB sent", "ms", "bound by", "rounds/s",
+        "compiled in s",
+    )  # fmt: skip
     for name in names:
         curve.add_column(name, justify="left" if name == "program" else "right")
     for row in rows(proof):
         curve.add_row(
             row["program"], str(row["requests"]), str(row["tokens"]), f"{row['temporaries_bytes'] / 2**30:.2f}",
-            f"{row['flops'] / 1e9:.1f}", f"{row['bytes'] / 1e9:.2f}", f"{row['seconds'] * 1e3:.2f}",
-            f"{1 / row['seconds']:.0f}", f"{row['compile_seconds']:.0f}",
+            f"{row['flops'] / 1e9:.1f}", f"{row['bytes'] / 1e9:.2f}", f"{row['sent'] / 1e6:.1f}",
+            f"{row['seconds'] * 1e3:.2f}", row["bound_by"], f"{1 / row['seconds']:.0f}",
+            f"{row['compile_seconds']:.0f}",
         )  # fmt: skip
     if proof.programs:
         console.print(curve)
@@ -292,13 +292,17 @@ def show(proof: Proof, command: Command, console: Console) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     try:
         command = tyro.cli(Command, args=arguments, prog="serve.compile", description=__doc__)
-        console = Console()
-        with console.status("describing the topology") as status:
-            proof = prove(command, lambda key: status.update(f"compiling {' '.join(map(str, key))}"))
+        with report.progress() as progress:
+            task = progress.add_task("describing the topology", total=None)
+
+            def on_program(name: str, done: int, total: int) -> None:
+                progress.update(task, description=f"compiling {name}", completed=done, total=total)
+
+            proof = prove(command, on_program)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    show(proof, command, console)
+    show(proof, command, report.console())
     if command.json:
         numbers = {"memory": proof.memory, "needed": proof.needed, "chip": dataclasses.asdict(proof.chip)}
         command.json.write_text(json.dumps(numbers | {"programs": rows(proof)}, indent=1) + "\n")

@@ -5,92 +5,26 @@ prefill length. Compiled ahead of time, they cannot be retraced: an unknown shap
 """
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dspark_jax import Drafter, Target, kv_cache, sharding, tpu_cache
-from dspark_jax.config import ConfigError, SamplingParams
+from dspark_jax import Drafter, Target, kv_cache, scanned_target, sharding, tpu_cache
+from dspark_jax.config import ConfigError, SamplingParams, TargetConfig
 from dspark_jax.drafters import dspark
 from dspark_jax.drafters.registry import algorithm
 from dspark_jax.sampling import SamplingRows, sampling_rows
 from serve import rounds
 from serve.rounds import Knobs, Models, NewRequest, Output, Slots, State, Weights
+from serve.sizes import EngineConfig, bucket_sizes, program_keys
 
 COMPILERS = 2  # programs compiled side by side: one leaves cores idle
-
-
-@dataclasses.dataclass(frozen=True)
-class EngineConfig:
-    """Sizes of the engine. `max_context` bounds prompt + new tokens + a block of one request; pages hold `page_size`
-    positions each, `num_pages` of them (0: enough for `max_requests` of full length). `request_sizes` are the numbers
-    of requests a round is compiled for (empty: 1, 2, 4, ... and the maximum)."""
-
-    max_requests: int = 8
-    request_sizes: tuple[int, ...] = ()
-    max_context: int = 512
-    page_size: int = 128
-    num_pages: int = 0
-    prefill_lengths: tuple[int, ...] = (64, 256)
-    verify: Literal["token", "block"] = "token"
-    shortlist: int = 32
-    dense_markov: bool = False
-    """Multiply a vanilla Markov head out into a table once: for small vocabularies."""
-
-    def __post_init__(self) -> None:
-        for field in ("max_requests", "max_context", "page_size"):
-            if getattr(self, field) < 1:
-                raise ConfigError(f"engine {field} = {getattr(self, field)}: expected a positive number")
-        if self.request_sizes and max(self.request_sizes) != self.max_requests:
-            raise ConfigError(
-                f"engine request_sizes = {self.request_sizes}: the largest must be max_requests = {self.max_requests}"
-            )
-        if not self.prefill_lengths or min(self.prefill_lengths) < 1:
-            raise ConfigError(f"engine prefill_lengths = {self.prefill_lengths}: give at least one positive length")
-        if self.verify not in ("token", "block"):
-            raise ConfigError(f"engine verify = {self.verify!r}: expected 'token' or 'block'")
-        if self.shortlist < 0:
-            raise ConfigError(f"engine shortlist = {self.shortlist}: expected 0 (whole vocabulary) or more")
-        if self.num_pages and self.num_pages < self.pages_per_request:
-            raise ConfigError(
-                f"engine num_pages = {self.num_pages} cannot hold one request of {self.max_context} positions: give"
-                f" {self.pages_per_request} or more"
-            )
-
-    @property
-    def pages_per_request(self) -> int:
-        return -(-self.max_context // self.page_size)
-
-    @property
-    def pages(self) -> int:
-        return self.num_pages or self.max_requests * self.pages_per_request
-
-
-def request_buckets(max_requests: int) -> tuple[int, ...]:
-    """1, 2, 4, ... and the maximum itself."""
-    powers = [1 << i for i in range(max_requests.bit_length()) if 1 << i < max_requests]
-    return (*powers, max_requests)
-
-
-def token_buckets(requests: int, num_drafts: int) -> tuple[int, ...]:
-    """Packed sizes of a drafting round of up to R requests: powers of two above R up to R * (G + 1).
-
-    CPU and TPU dots alike cost a step at these sizes, so the edges are where capacity naturally lies.
-    """
-    most = requests * (num_drafts + 1)
-    size, edges = 2, []
-    while size < most:
-        if size > requests:
-            edges.append(size)
-        size *= 2
-    return (*edges, most)
 
 
 class Engine:
@@ -104,10 +38,16 @@ class Engine:
         temperatures_G: Sequence[float] | np.ndarray | None = None,
         mesh: Mesh | None = None,
     ) -> None:
-        """`mesh` splits weights and pages over its `tensor` axis (and weights over `fsdp`); None: one device."""
+        """`mesh` splits weights and pages over its `tensor` axis (and weights over `fsdp`); None: one device.
+
+        Where layers run as a loop, the engine keeps a stacked copy of the target's weights: let go of `target` then.
+        """
         self.config, self.target_config = config, target.config
         self.num_drafts = drafter.config.num_drafts if drafter else 0
-        self.models = Models(target.config, drafter.config if drafter else None, config.verify, config.shortlist)
+        with on_mesh(mesh):
+            scan = scans(config, target.config, kv_cache.platform())
+        draft_config = drafter.config if drafter else None
+        self.models = Models(target.config, draft_config, config.verify, config.shortlist, scan)
         if drafter is not None and drafter.config.vocab_size != target.config.vocab_size:
             raise ConfigError(
                 f"the drafter was made for a vocabulary of {drafter.config.vocab_size}, this target has"
@@ -120,12 +60,13 @@ class Engine:
         frozen = drafter.frozen if drafter else None
         if drafter and frozen and config.dense_markov:
             frozen = frozen._replace(transition_VW=dspark.transition_table(drafter.config, drafter.params))
-        weights = Weights(target.params, drafter.params if drafter else {}, frozen)
+        target_params = scanned_target.stack(target.config, target.params) if scan else target.params
+        weights = Weights(target_params, drafter.params if drafter else {}, frozen)
         self.mesh, self._whole = mesh, None if mesh is None else NamedSharding(mesh, PartitionSpec())
         self.weights = weights if mesh is None else sharding.place(weights, sharding.shardings(weights, mesh))
         self.dtype = target.dtype
-        self.request_buckets = tuple(sorted(config.request_sizes)) or request_buckets(config.max_requests)
-        self.token_buckets = {r: token_buckets(r, self.num_drafts) for r in self.request_buckets} if drafter else {}
+        self.token_buckets = bucket_sizes(config, self.num_drafts)
+        self.request_buckets = tuple(self.token_buckets)
         self._programs: dict[tuple[Any, ...], Callable[..., Any]] = {}
         self._on_device: dict[tuple[Any, ...], Any] = {}
         self.reset()
@@ -141,15 +82,8 @@ class Engine:
     # -- compilation ---------------------------------------------------------------------------------------------
 
     def program_keys(self, sync: bool = False) -> list[tuple[Any, ...]]:
-        """Every program that serving may call. `sync` adds the two halves of a round that `scheduled:sync` needs."""
-        keys: list[tuple[Any, ...]] = [("prefill", s) for s in self.config.prefill_lengths]
-        for r in self.request_buckets:
-            keys.append(("plain", r))
-            keys += [("round", r, t) for t in self.token_buckets.get(r, ())]
-            if sync and self.num_drafts:
-                keys.append(("draft", r))
-                keys += [("verify", r, t) for t in self.token_buckets[r]]
-        return keys
+        """As the function of that name."""
+        return program_keys(self.config, self.num_drafts, sync)
 
     def compile(
         self, keys: Sequence[tuple[Any, ...]] | None = None, on_program: Callable[[tuple[Any, ...]], None] | None = None
@@ -158,15 +92,13 @@ class Engine:
         missing = [key for key in keys or self.program_keys() if key not in self._programs]
 
         def one(key: tuple[Any, ...]) -> None:
-            self._programs[key] = self._lower(key).compile()
+            traced = trace(self.models, self.config, key, self.weights, self.state, self.mesh)
+            self._programs[key] = traced.lower().compile()
             if on_program:
                 on_program(key)
 
         with ThreadPoolExecutor(COMPILERS) as pool:
             list(pool.map(one, missing))
-
-    def _lower(self, key: tuple[Any, ...]) -> Any:
-        return lower(self.models, self.config, key, self.weights, self.state, self.mesh)
 
     def _program(self, *key: Any) -> Callable[..., Any]:
         if key not in self._programs:
@@ -248,6 +180,14 @@ class Engine:
         return self._on_device[key]
 
 
+def scans(config: EngineConfig, target: TargetConfig, platform: str) -> bool:
+    """Whether the target's layers run as one loop. Raises ConfigError where that is asked for and cannot be."""
+    alike = scanned_target.alike(target)
+    if config.scan_layers and not alike:
+        raise ConfigError("engine scan_layers = True: the layers of this target differ, so no loop can run them all")
+    return platform == "tpu" and alike if config.scan_layers is None else config.scan_layers
+
+
 def on_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
     """The context in which a round over `mesh` is traced."""
     return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
@@ -262,10 +202,10 @@ def state_shardings(make: Callable[[], State], mesh: Mesh) -> State:
     return State([pages] * len(state.target_pages), [pages] * len(state.draft_pages), slots)  # type: ignore[list-item]
 
 
-def lower(
+def trace(
     models: Models, config: EngineConfig, key: tuple[Any, ...], weights: Weights, state: State, mesh: Mesh | None
 ) -> Any:
-    """One program of the engine, lowered for the devices of `mesh`; weights and state may be shapes with shardings."""
+    """One program of the engine, traced for the devices of `mesh`; weights and state may be shapes with shardings."""
     kind, *sizes = key
     whole = None if mesh is None else NamedSharding(mesh, PartitionSpec())
 
@@ -287,32 +227,36 @@ def lower(
         if kind == "prefill":
             sampling = SamplingRows(floats(1), shape(1), floats(1))  # type: ignore[arg-type]
             request = NewRequest(shape(), shape(2, dtype=jnp.uint32), sampling, shape(config.pages_per_request))  # type: ignore[arg-type]
-            return program(rounds.prefill, ("models",)).lower(models, weights, state, slot_R, shape(), shape(), request)
+            return program(rounds.prefill, ("models",)).trace(models, weights, state, slot_R, shape(), shape(), request)
         if kind == "plain":
-            return program(rounds.plain_round, ("models",)).lower(models, weights, state, slot_R)
+            return program(rounds.plain_round, ("models",)).trace(models, weights, state, slot_R)
         if kind == "round":
             jitted = program(rounds.draft_round, ("models", "num_tokens"))
-            return jitted.lower(models, sizes[1], weights, state, slot_R, knobs)
+            return jitted.trace(models, sizes[1], weights, state, slot_R, knobs)
         curve = floats(sizes[0] * (drafts + 1) + 1)
         if kind == "draft":
             jitted = program(_draft_and_choose, ("models",), keeps_state=False)
-            return jitted.lower(models, weights, state, slot_R, knobs, curve)
+            return jitted.trace(models, weights, state, slot_R, knobs, curve)
         halves = jax.eval_shape(functools.partial(_draft_and_choose, models), weights, state, slot_R, knobs, curve)
         drafted, lengths_R = jax.tree.map(lambda x: shape(*x.shape, dtype=x.dtype), halves)
         jitted = program(_verify, ("models", "num_tokens"))
-        return jitted.lower(models, sizes[1], weights, state, slot_R, drafted, lengths_R)
+        return jitted.trace(models, sizes[1], weights, state, slot_R, drafted, lengths_R)
 
 
 def empty_state(models: Models, config: EngineConfig, dtype: jnp.dtype) -> State:
     """No request in any slot, pages of zeros for weights of `dtype`."""
     kv_dtype, n = kv_cache.compute_dtype(dtype), config.max_requests
 
-    def pools(layers: Sequence[tuple[int, int]]) -> rounds.Pages:
-        return [tpu_cache.empty_pages(config.pages, heads, config.page_size, size, kv_dtype) for heads, size in layers]
+    def pool(heads: int, size: int, layers: int = 1) -> tuple[jax.Array, ...]:
+        return tpu_cache.empty_pages(config.pages * layers, heads, config.page_size, size, kv_dtype)
 
     target, drafter = models.target, models.drafter
     target_layers = [(layer.num_kv_heads, layer.head_dim) for layer in map(target.layer, range(target.num_layers))]
-    draft_layers = algorithm(drafter).cache_layers(drafter) if drafter else []
+    if models.scan_layers:
+        target_pages = [pool(*target_layers[0], target.num_layers)]
+    else:
+        target_pages = [pool(*layer) for layer in target_layers]
+    draft_pages = [pool(*layer) for layer in algorithm(drafter).cache_layers(drafter)] if drafter else []
 
     slots = Slots(
         jnp.zeros(n, jnp.int32),
@@ -322,7 +266,7 @@ def empty_state(models: Models, config: EngineConfig, dtype: jnp.dtype) -> State
         SamplingRows(jnp.zeros(n, jnp.float32), jnp.zeros(n, jnp.int32), jnp.ones(n, jnp.float32)),
         jnp.full((n, config.pages_per_request), config.pages, jnp.int32),
     )
-    return State(pools(target_layers), pools(draft_layers), slots)
+    return State(target_pages, draft_pages, slots)
 
 
 def _new_request(slot: int, seed: int, sampling: SamplingParams, page_row_P: np.ndarray) -> NewRequest:

@@ -1,43 +1,35 @@
-"""What a round must take on a TPU: its work and its bytes against what a chip can do. No jax."""
+"""What a round must take on a TPU: its work, its bytes and what it sends, against what a chip can do. No jax."""
 
 import dataclasses
 
 from dspark_jax.config import DrafterConfig, TargetConfig
-
-
-@dataclasses.dataclass(frozen=True)
-class Chip:
-    """A kind of TPU: bytes of main memory that a program can use, dense bfloat16 FLOP/s, bytes/s of main memory."""
-
-    memory: float
-    flops: float
-    bandwidth: float
-
-
-# Peak FLOP/s and bandwidth: the vendor's system pages of each generation (cloud.google.com/tpu/docs/v4, v5e, v5p, v6e).
-# Memory: their capacity less what the compiler reports as reserved.
-CHIPS = {
-    "TPU v4": Chip(30.75 * 2**30, 2.75e14, 1.2e12),
-    "TPU v5 lite": Chip(15.75 * 2**30, 1.97e14, 8.19e11),
-    "TPU v5": Chip(95.74 * 2**30, 4.59e14, 2.765e12),
-    "TPU v6 lite": Chip(31.25 * 2**30, 9.18e14, 1.64e12),
-}
+from dspark_jax.slices import Chip
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Of one device and round."""
+    """Of one device and round: operations, bytes of main memory, bytes sent over links."""
 
     flops: float
     bytes: float
+    links: float = 0.0
 
     def __add__(self, other: "Work") -> "Work":
-        return Work(self.flops + other.flops, self.bytes + other.bytes)
+        return Work(self.flops + other.flops, self.bytes + other.bytes, self.links + other.links)
+
+
+def times(work: Work, chip: Chip) -> dict[str, float]:
+    """Seconds that each resource alone needs."""
+    return {
+        "compute": work.flops / chip.flops,
+        "memory": work.bytes / chip.memory_bandwidth,
+        "links": work.links / chip.link_bandwidth,
+    }
 
 
 def seconds(work: Work, chip: Chip) -> float:
-    """At least so long: compute and memory overlap, the slower one sets the time (Williams et al. 2009)."""
-    return max(work.flops / chip.flops, work.bytes / chip.bandwidth)
+    """At least so long: compute, memory and links overlap, the slowest sets the time (Williams et al. 2009)."""
+    return max(times(work, chip).values())
 
 
 def attention_work(

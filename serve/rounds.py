@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from dspark_jax import scanned_target
 from dspark_jax import target as target_lib
 from dspark_jax import verify as verify_lib
 from dspark_jax.calibrate import survival
@@ -31,12 +32,14 @@ Pages = list[tuple[jax.Array, ...]]  # a layer each; `tpu_cache.paged_cache` say
 
 
 class Models(NamedTuple):
-    """Static: what is compiled. `shortlist` candidates a draft position, 0: the whole draft vocabulary."""
+    """Static: what is compiled. `shortlist` candidates a draft position, 0: the whole draft vocabulary. `scan_layers`:
+    the target is one loop over its layers (scanned_target.py); its weights are stacked and its pages one pool."""
 
     target: TargetConfig
     drafter: DrafterConfig | None
     verifier: Literal["token", "block"]
     shortlist: int
+    scan_layers: bool = False
 
 
 class Weights(NamedTuple):
@@ -209,7 +212,9 @@ def verify(
     row_T = jnp.minimum(packing.row_T, slot_R.shape[0] - 1)
     block_RS = jnp.concatenate([view.newest_R[:, None], drafted.sample.tokens_RG], axis=1)
     position_1T = (view.length_R[row_T] + packing.place_T)[None]
-    state, logits_TV = _target_pass(models, weights, state, block_RS[row_T, packing.place_T], position_1T, packing)
+    tokens_T = block_RS[row_T, packing.place_T]
+    state, hidden_TD = _target_pass(models, weights, state, tokens_T, position_1T, packing)
+    logits_TV = _logits(models, weights, hidden_TD)
 
     index_RS = jnp.minimum(packing.index_RS, num_tokens - 1)
     sample = drafted.sample
@@ -251,14 +256,23 @@ def _laws(logits_TV: jax.Array, rows: SamplingRows) -> jax.Array:
 def _target_pass(
     models: Models, weights: Weights, state: State, tokens_T: jax.Array, position_1T: jax.Array, packing: Packing
 ) -> tuple[State, jax.Array]:
-    """Packed tokens through the target and, as features, into the drafter's caches: logits [T, V]."""
+    """Packed tokens through the target and, as features, into the drafter's caches: hidden states [T, D]."""
     taps = models.drafter.target_layer_ids if models.drafter else ()
-    features = target_lib.features(
-        models.target, weights.target, tokens_T[None], position_1T, _layers(state.target_pages, packing), taps
+    arguments, caches = (
+        (models.target, weights.target, tokens_T[None], position_1T),
+        _layers(state.target_pages, packing),
     )
+    if models.scan_layers:
+        features = scanned_target.features(*arguments, caches[0], taps)
+    else:
+        features = target_lib.features(*arguments, caches, taps)
     draft_pages = _commit(models, weights, state.draft_pages, tokens_T[None], features, position_1T, packing)
     state = state._replace(target_pages=_pages(features.caches), draft_pages=draft_pages)
-    return state, target_lib.logits(weights.target, features.hidden_BSD[0], models.target.logit_softcap)
+    return state, features.hidden_BSD[0]
+
+
+def _logits(models: Models, weights: Weights, hidden_TD: jax.Array) -> jax.Array:
+    return target_lib.logits(weights.target, hidden_TD, models.target.logit_softcap)
 
 
 def _commit(
@@ -301,7 +315,8 @@ def plain_round(models: Models, weights: Weights, state: State, slot_R: jax.Arra
     row_R = jnp.arange(num_rows, dtype=jnp.int32)
     index_R1 = jnp.where(view.active_R, row_R, num_rows)[:, None]
     packing = Packing(index_R1[:, 0], none_R, index_R1, view.page_table_RP)
-    state, logits_RV = _target_pass(models, weights, state, view.newest_R, view.length_R[None], packing)
+    state, hidden_RD = _target_pass(models, weights, state, view.newest_R, view.length_R[None], packing)
+    logits_RV = _logits(models, weights, hidden_RD)
     next_R = _draw(logits_RV, key_R, view.sampling)
     bad_R = view.active_R & ~jnp.isfinite(jnp.max(logits_RV, axis=-1))
     verdict = verify_lib.Verdict(none_R, next_R)
@@ -342,13 +357,8 @@ def prefill(
     row_S = jnp.where(inside_S, 0, 1).astype(jnp.int32)
     packing = Packing(row_S, jnp.where(inside_S, place_S, 0), index_1S, request.page_row_P[None])
     position_1S = jnp.where(inside_S, start + place_S, 0)[None]
-    taps = models.drafter.target_layer_ids if models.drafter else ()
-    features = target_lib.features(
-        models.target, weights.target, tokens_S[None], position_1S, _layers(state.target_pages, packing), taps
-    )
-    draft_pages = _commit(models, weights, state.draft_pages, tokens_S[None], features, position_1S, packing)
-    last_1D = jax.lax.dynamic_index_in_dim(features.hidden_BSD[0], count - 1, axis=0, keepdims=True)
-    logits_1V = target_lib.logits(weights.target, last_1D, models.target.logit_softcap)
+    state, hidden_SD = _target_pass(models, weights, state, tokens_S, position_1S, packing)
+    logits_1V = _logits(models, weights, jax.lax.dynamic_index_in_dim(hidden_SD, count - 1, axis=0, keepdims=True))
     key_1 = jax.random.fold_in(jax.random.wrap_key_data(request.key_2), 0)[None]
     next_1 = _draw(logits_1V, key_1, request.sampling_1)
     bad_1 = ~jnp.isfinite(jnp.max(logits_1V, axis=-1))
@@ -369,4 +379,4 @@ def prefill(
     none_1 = jnp.zeros(1, jnp.int32)
     nothing = jnp.zeros((1, 0))
     output = Output(nothing.astype(jnp.int32), none_1, none_1, next_1, bad_1, nothing, nothing)
-    return State(_pages(features.caches), draft_pages, slots), output
+    return state._replace(slots=slots), output

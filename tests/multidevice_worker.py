@@ -12,10 +12,10 @@ import numpy as np
 
 from dspark_jax import sharding
 from dspark_jax.config import MeshSettings
+from dspark_jax.hlo import traffic
 from dspark_jax.losses import Shares
 from train import data, hosts, setup
 from train.evaluate import to_batch
-from train.hlo import traffic
 from train.main import load_config
 from train.step import jitted_step, loss_and_gradients, state_shardings, train_step
 

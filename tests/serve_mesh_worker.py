@@ -1,5 +1,7 @@
-"""Started by test_tpu_cache with four fake CPU devices: rounds on meshes and with the TPU's pages, tokens as JSON."""
+"""Started by test_tpu_cache with four fake CPU devices: rounds on meshes, with the TPU's pages, as a loop over layers;
+tokens as JSON."""
 
+import dataclasses
 import json
 
 import jax
@@ -47,8 +49,8 @@ def main() -> None:
     for module in (rounds, tpu_cache):
         module.paged_cache = lambda: tpu_cache.RaggedLayer
     results["ragged"] = play(Engine(target, drafter, SIZES))
-    engine = Engine(target, drafter, SIZES, mesh=mesh)
-    results["ragged mesh"] = play(engine)
+    engine = Engine(target, drafter, dataclasses.replace(SIZES, scan_layers=True), mesh=mesh)
+    results["ragged scanned mesh"] = play(engine)
     pages = jax.tree.leaves((engine.state.target_pages, engine.state.draft_pages))
     results["split"] = [x.sharding.shard_shape(x.shape)[2] * 2 == x.shape[2] for x in pages]
     print(json.dumps(results))

@@ -13,9 +13,10 @@ from tiny import good_drafter, make_target, random_tokens
 from dspark_jax import ConfigError, SamplingParams, generate
 from serve import rounds
 from serve.curves import Curves
-from serve.engine import Engine, EngineConfig, request_buckets, token_buckets
+from serve.engine import Engine, EngineConfig
 from serve.scheduler import Request, Text
 from serve.server import Server
+from serve.sizes import request_buckets, token_buckets
 
 TARGET = make_target(mixing=0.15)
 DRAFTER = good_drafter(TARGET)
@@ -60,9 +61,11 @@ def plain_texts(count: int, new: int, stop: tuple[int, ...] = ()) -> list[list[i
 
 def test_buckets_hold_every_round():
     assert request_buckets(1) == (1,) and request_buckets(6) == (1, 2, 4, 6) and request_buckets(8) == (1, 2, 4, 8)
-    for requests in request_buckets(8):
-        edges = token_buckets(requests, 4)
-        assert edges[0] > requests and edges[-1] == requests * 5 and list(edges) == sorted(set(edges))
+    assert request_buckets(64, 4) == (1, 4, 16, 64) and token_buckets(16, 7, 4) == (64, 128)
+    for growth in (2, 3, 16):
+        for requests in request_buckets(8, growth):
+            edges = token_buckets(requests, 4, growth)
+            assert edges[0] > requests and edges[-1] == requests * 5 and list(edges) == sorted(set(edges))
 
 
 @pytest.mark.parametrize("policy", POLICIES)

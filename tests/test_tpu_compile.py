@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from dspark_jax import hlo
 from dspark_jax.config import ConfigError
-from train import hlo
-from train.compile import CHIPS, flops
+from dspark_jax.slices import CHIPS, flops
 from train.main import load_config, load_target_shape
 
 REPOSITORY = Path(__file__).resolve().parents[1]

@@ -18,8 +18,6 @@ os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 os.environ.setdefault("JAX_EXEC_TIME_OPTIMIZATION_EFFORT", "-1.0")
 
 import dataclasses
-import math
-import re
 import sys
 import time
 from collections.abc import Sequence
@@ -29,38 +27,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import tyro
-from jax.experimental import topologies
 from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
-from dspark_jax import sharding
+from dspark_jax import sharding, slices
 from dspark_jax.config import Config, ConfigError, TargetConfig, drafter_config
 from dspark_jax.drafters.base import Frozen
+from dspark_jax.hlo import Traffic, traffic
+from dspark_jax.slices import CHIPS, Chip
 from dspark_jax.target import TargetModel, head_table
-from train.hlo import Traffic, traffic
 from train.main import load_config, load_target_shape
 from train.objective import Batch, StepModels, StepWeights
 from train.step import TrainState, init_state, jitted_step, state_shardings
-
-
-@dataclasses.dataclass(frozen=True)
-class Chip:
-    """A kind of TPU: main memory that a program can use, dense bfloat16 FLOP/s, bytes/s of main memory, and bytes/s a
-    chip sends along one axis of the torus (both directions)."""
-
-    memory: float
-    flops: float
-    memory_bandwidth: float
-    link_bandwidth: float
-
-
-# Vendor data sheets and the published scaling guide; usable memory as the compiler reports it.
-CHIPS = {
-    "TPU v5 lite": Chip(15.75 * 2**30, 1.97e14, 8.2e11, 0.9e11),
-    "TPU v5": Chip(95.74 * 2**30, 4.59e14, 2.765e12, 1.8e11),
-    "TPU v6 lite": Chip(31.25 * 2**30, 9.18e14, 1.64e12, 1.8e11),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,21 +68,6 @@ class Proof:
             "memory": self.traffic.memory / self.chip.memory_bandwidth,
             "links": sum(self.traffic.collectives.values()) / self.chip.link_bandwidth,
         }
-
-
-def topology_mesh(config: Config, topology: str) -> Mesh:
-    """The config's mesh over the devices of a topology such as v5p:2x2x4. Raises ConfigError where there is none."""
-    try:
-        devices = topologies.get_topology_desc(topology_name=topology, platform="tpu").devices
-    except Exception as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(
-            f"--topology {topology}: cannot be described ({reason}); expected a name like v5p:2x2x4, v6e:4x4 or"
-            " v5e:4x4, and libtpu (the extra `tpu`)"
-        ) from error
-    if devices[0].device_kind not in CHIPS:
-        raise ConfigError(f"--topology {topology}: {devices[0].device_kind} is none of {', '.join(CHIPS)}")
-    return sharding.make_mesh(config.mesh, devices)
 
 
 def abstract_step(
@@ -143,64 +107,32 @@ def abstract_step(
     return models, arguments
 
 
-def _bytes(tree: Any) -> int:
-    """Bytes of a tree of shapes on one device. Arrays that two leaves share, as tied heads do, count twice."""
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree))
-
-
-def flops(jaxpr: Any) -> float:
-    """Multiply-adds times two of all dots of a traced program, loops as often as they run."""
-    total = 0.0
-    for equation in jaxpr.eqns:
-        name, params = equation.primitive.name, equation.params
-        if name == "dot_general":
-            (contracted, _), _ = params["dimension_numbers"]
-            left = equation.invars[0].aval.shape
-            total += 2.0 * math.prod(equation.outvars[0].aval.shape) * math.prod(left[i] for i in contracted)
-            continue
-        inner = [
-            flops(getattr(p, "jaxpr", p))
-            for p in jax.tree.leaves(list(params.values()), is_leaf=_is_jaxpr)
-            if _is_jaxpr(p)
-        ]
-        if name == "cond":
-            total += max(inner, default=0.0)
-        else:
-            total += sum(inner) * (params["length"] if name == "scan" else 1)
-    return total
-
-
-def _is_jaxpr(value: Any) -> bool:
-    return hasattr(value, "eqns") or hasattr(getattr(value, "jaxpr", None), "eqns")
-
-
 def prove(config: Config, target: TargetConfig, topology: str) -> Proof:
     """Compiles the training step of `config` for a topology and reads off what it takes.
 
     Raises ConfigError for settings that a run would refuse.
     """
-    mesh = topology_mesh(config, topology)
+    mesh = sharding.make_mesh(config.mesh, slices.describe(topology))
     models, (state, weights, batch) = abstract_step(config, target, mesh)
     chip = CHIPS[mesh.devices.flat[0].device_kind]
     memory: dict[str, float] = {
-        "frozen target": _bytes(weights.target_params),
-        "drafter": _bytes(state.params),
-        "optimiser state": _bytes(state.opt_state),
-        "batch": _bytes(batch),
+        "frozen target": slices.device_bytes(weights.target_params),
+        "drafter": slices.device_bytes(state.params),
+        "optimiser state": slices.device_bytes(state.opt_state),
+        "batch": slices.device_bytes(batch),
     }
     if weights.target_to_draft_V is not None:
-        memory["draft vocabulary"] = _bytes((weights.frozen.head_VD, weights.frozen.draft_to_target_V))
+        memory["draft vocabulary"] = slices.device_bytes((weights.frozen.head_VD, weights.frozen.draft_to_target_V))
     begun = time.perf_counter()
     with jax.set_mesh(mesh):
         traced = jitted_step(models, mesh).trace(state, weights, batch)
-        work = flops(traced.jaxpr.jaxpr) / mesh.size
+        work = slices.flops(traced.jaxpr.jaxpr) / mesh.size
         try:
             compiled = traced.lower().compile()
         except jax.errors.JaxRuntimeError as error:
-            used = re.search(r"Used ([\d.]+)([KMGT]) of", str(error))
-            if used is None:
+            needed = slices.bytes_needed(error)
+            if needed is None:
                 raise
-            needed = float(used[1]) * 2 ** (10 * (1 + "KMGT".index(used[2])))
             return Proof(chip, mesh.size, memory, needed, work, Traffic({}, 0), time.perf_counter() - begun)
     seconds = time.perf_counter() - begun
     stats = compiled.memory_analysis()

@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dspark_jax import kv_cache, layers, losses, sharding
+from dspark_jax import kv_cache, layers, losses, scanned_target, sharding
 from dspark_jax import target as target_lib
 from dspark_jax.config import DrafterConfig, LossConfig, OptimizerSettings, TargetConfig, TrainSettings
 from dspark_jax.drafters import base
 from dspark_jax.drafters.base import BlockFeatures, Committed, Frozen
 from dspark_jax.drafters.registry import algorithm
-from dspark_jax.kv_cache import DocumentRows
 
 Params = dict[str, Any]
 _POSITIONS = 64  # of every row, whose logits over the whole vocabulary exist at a time
@@ -81,14 +80,14 @@ def target_features(
     scan_layers: bool = False,
 ) -> TargetFeatures:
     """One forward pass of the frozen target. The log-partition is left out (zeros) where nothing reads it."""
-    rows = kv_cache.empty_rows(start_BS, params["embed"].dtype)
-    if scan_layers and not target.gemma and len({target.layer(i) for i in range(target.num_layers)}) == 1:
-        hidden_BSD, taps_BSMD = _scanned(target, params, tokens_BS, rows, drafter.target_layer_ids)
+    rows, taps = kv_cache.empty_rows(start_BS, params["embed"].dtype), drafter.target_layer_ids
+    position_BS = jnp.arange(start_BS.shape[1])[None, :] - start_BS
+    if scan_layers and scanned_target.alike(target):
+        stacked = scanned_target.stack(target, params)
+        features = scanned_target.features(target, stacked, tokens_BS, position_BS, rows, taps, split_rows=True)
     else:
-        position_BS = _positions(start_BS)
-        hidden_BSD, taps_BSMD, _ = target_lib.features(
-            target, params, tokens_BS, position_BS, [rows] * target.num_layers, drafter.target_layer_ids
-        )
+        features = target_lib.features(target, params, tokens_BS, position_BS, [rows] * target.num_layers, taps)
+    hidden_BSD, taps_BSMD, _ = features
     if drafter.draft_vocab_size:
         log_partition_BS = _log_partition(target, params, hidden_BSD)
     else:
@@ -109,48 +108,6 @@ def _log_partition(target: TargetConfig, params: Params, hidden_BSD: jax.Array) 
 
     pieces = padded.reshape(batch, count, _POSITIONS, width).swapaxes(0, 1)
     return jax.lax.map(piece, pieces).swapaxes(0, 1).reshape(batch, -1)[:, :length]
-
-
-def _positions(start_BS: jax.Array) -> jax.Array:
-    return jnp.arange(start_BS.shape[1])[None, :] - start_BS
-
-
-def _scanned(
-    config: TargetConfig, params: Params, tokens_BS: jax.Array, rows: DocumentRows, tap_layers: tuple[int, ...]
-) -> tuple[jax.Array, jax.Array]:
-    """Hidden states and taps by one loop over the layers, their weights stacked here.
-
-    Taps lie in the loop's carry, one slot a tap and one that takes what nobody reads: as outputs of the loop, all
-    layers would be kept.
-    """
-    stacked, block = stack_layers(config, params), target_lib.Block(config, config.layer(0))
-    position_BS = _positions(rows.start_BS)
-    table_VD = sharding.constrain(params["embed"], "tensor", None)
-    x_BSD = layers.scaled_embedding(table_VD, tokens_BS, config.embed_scale)
-    x_BSD = sharding.constrain(x_BSD, sharding.ROWS, None, None)
-    unread = len(tap_layers)
-    slots = [tap_layers.index(i) if i in tap_layers else unread for i in range(config.num_layers)]
-    taps_MBSD = jnp.zeros((unread + 1, *x_BSD.shape), jnp.dtype(params["embed"].dtype))
-    if -1 in tap_layers:
-        taps_MBSD = taps_MBSD.at[tap_layers.index(-1)].set(x_BSD.astype(taps_MBSD.dtype))
-
-    def layer(carry: tuple[jax.Array, jax.Array], weights: tuple[Params, jax.Array]) -> tuple[Any, None]:
-        x_BSD, taps_MBSD = carry
-        whole = sharding.gather_tree({"layers_0": weights[0]})["layers_0"]
-        x_BSD, _ = block.apply({"params": whole}, x_BSD, position_BS, rows)  # type: ignore[misc]
-        x_BSD = sharding.constrain(x_BSD, sharding.ROWS, None, None)
-        return (x_BSD, taps_MBSD.at[weights[1]].set(x_BSD.astype(taps_MBSD.dtype))), None
-
-    (x_BSD, taps_MBSD), _ = jax.lax.scan(layer, (x_BSD, taps_MBSD), (stacked, jnp.asarray(slots)))
-    hidden_BSD = layers.rms_norm(x_BSD, params["final_norm"], config.norm_eps)
-    return hidden_BSD, jnp.moveaxis(taps_MBSD[:-1], 0, 2)
-
-
-def stack_layers(config: TargetConfig, params: Params) -> Params:
-    """The weights of all layers with a leading axis [L, ...], split over the mesh as each of them is."""
-    each = [params[f"layers_{i}"] for i in range(config.num_layers)]
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
-    return sharding.constrain_tree({"layers": stacked})["layers"]
 
 
 class _Anchors(NamedTuple):
