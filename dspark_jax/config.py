@@ -8,8 +8,10 @@ L layers, P pages.
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Any, Literal
 
+from dspark_jax.drafter_shape import HEAD_SIZES as HEAD_SIZES
+from dspark_jax.drafter_shape import SIZE_FIELDS as SIZE_FIELDS
 from dspark_jax.drafter_shape import AlgorithmName as AlgorithmName
 from dspark_jax.drafter_shape import DrafterConfig as DrafterConfig
 from dspark_jax.drafter_shape import Layout as Layout
@@ -78,7 +80,9 @@ class DraftSettings:
     """The drafter of a training run; what is not named here is the target's own (see `drafter_config`).
 
     `target_layer_ids` empty picks `num_taps` layers by the paper's even spacing. `d_ff` 0 is the target's.
-    `draft_vocab_size` > 0 drafts over that many ids, the most frequent of the training answers.
+    `draft_vocab_size` > 0 drafts over that many ids, the most frequent of the training answers. The fields from
+    `markov_head_type` on are those of DrafterConfig; a size of 0 is what is usual for the head's type, and
+    `pure_draft_prefix_len` None is 1 for a domino head.
     """
 
     mask_token_id: int
@@ -92,6 +96,14 @@ class DraftSettings:
     confidence_head: bool = True
     confidence_with_markov: bool = True
     draft_vocab_size: int = 0
+    markov_head_type: MarkovHeadType = "vanilla"
+    markov_tied: bool = False
+    cell_heads: int = 0
+    cell_size: int = 0
+    ngram_tokens: int = 0
+    hash_tables: int = 0
+    hash_rows: int = 0
+    pure_draft_prefix_len: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,6 +187,8 @@ class TrainSettings:
     """Folder of a drafter whose weights and draft vocabulary a new run starts with; empty: fresh weights."""
     recount_vocabulary: bool = False
     """With start_from: draft over the commonest ids of this run's answers; those new to the drafter start unbiased."""
+    markov_init: Literal["random", "corpus"] = "random"
+    """What W1 and W2 of the sequential head begin as: random, or the bigrams of the training answers."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Compute dtype of the drafter; master weights, losses and optimiser state are float32."""
     blocks_per_chunk: int = 128
@@ -229,6 +243,20 @@ class Config:
     loss: LossConfig = LossConfig()
     mesh: MeshSettings = MeshSettings()
 
+    def __post_init__(self) -> None:
+        draft = self.draft
+        if self.train.markov_init == "corpus":
+            require(
+                draft.markov_rank > 0 and not draft.markov_tied and draft.markov_head_type != "domino",
+                f"train markov_init = 'corpus' fills W1 and W2: a {'tied ' * draft.markov_tied}{draft.markov_head_type}"
+                f" head of rank {draft.markov_rank} does not have both",
+            )
+            require(
+                not self.train.start_from,
+                f"train markov_init = 'corpus' and start_from = {self.train.start_from!r} both say what W1 and W2 begin"
+                " as: choose one",
+            )
+
 
 def evenly_spaced_layers(num_target_layers: int, count: int) -> tuple[int, ...]:
     """The published choice of `count` target layers: evenly from layer 1 to the third from the end (DFlash)."""
@@ -244,6 +272,9 @@ def drafter_config(settings: DraftSettings, target: TargetConfig) -> DrafterConf
         f"draft mask_token_id = {settings.mask_token_id} ends a text: choose an id that no text contains",
     )
     ids = settings.target_layer_ids or evenly_spaced_layers(target.num_layers, settings.num_taps)
+    usual, domino = HEAD_SIZES.get(settings.markov_head_type, {}), settings.markov_head_type == "domino"
+    sizes: dict[str, Any] = {field: getattr(settings, field) or usual.get(field, 0) for field in SIZE_FIELDS}
+    prefix = settings.pure_draft_prefix_len
     return DrafterConfig(
         vocab_size=target.vocab_size,
         d_model=target.d_model,
@@ -262,8 +293,12 @@ def drafter_config(settings: DraftSettings, target: TargetConfig) -> DrafterConf
         layout=settings.layout,
         markov_rank=settings.markov_rank,
         confidence_head=settings.confidence_head,
-        confidence_with_markov=settings.confidence_with_markov and settings.markov_rank > 0,
+        confidence_with_markov=settings.confidence_with_markov and settings.markov_rank > 0 and not domino,
         draft_vocab_size=settings.draft_vocab_size,
         embed_scale=target.embed_scale,
         logit_softcap=target.logit_softcap,
+        markov_head_type=settings.markov_head_type,
+        markov_tied=settings.markov_tied,
+        pure_draft_prefix_len=int(domino) if prefix is None else prefix,
+        **sizes,
     )

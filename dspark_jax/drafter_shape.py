@@ -7,7 +7,21 @@ from dspark_jax.shapes import RopeScaling, require
 
 AlgorithmName = Literal["dspark"]
 Layout = Literal["anchor_first", "fill_in"]
-MarkovHeadType = Literal["vanilla", "gated", "rnn"]
+MarkovHeadType = Literal["vanilla", "gated", "rnn", "ngram", "hashed_ngram", "gdn", "kda", "mamba2", "domino"]
+
+# The sizes that a head's type reads, each with a usual one; all other sizes are 0.
+HEAD_SIZES: dict[str, dict[str, int]] = {
+    "vanilla": {},
+    "gated": {},
+    "rnn": {},
+    "ngram": {"ngram_tokens": 2},
+    "hashed_ngram": {"ngram_tokens": 2, "hash_tables": 4, "hash_rows": 2**16},
+    "gdn": {"cell_heads": 4, "cell_size": 64},
+    "kda": {"cell_heads": 4, "cell_size": 64},
+    "mamba2": {"cell_heads": 4, "cell_size": 64},
+    "domino": {"cell_size": 1024},
+}
+SIZE_FIELDS = tuple(dict.fromkeys(field for sizes in HEAD_SIZES.values() for field in sizes))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +39,11 @@ class DrafterConfig:
     them. Both are empty where all layers see everything. `embed_scale` multiplies the borrowed embedding;
     `logit_softcap` c > 0 turns the head's logits x into c tanh(x / c) before a Markov head adds its bias. `family`
     picks the layers; those of Gemma 4 may take their keys, before norm and rotation, for values (`value_is_key`).
+
+    `markov_head_type` is the sequential head (drafters/cells); `markov_rank` 0 is none. With `markov_tied` its table
+    W1 is a projection of the target's embedding. `HEAD_SIZES` says which of the sizes behind it a type reads: heads of
+    a recurrent cell and the width of each (of a GRU's state), the previous tokens that an n-gram head looks at, hash
+    tables an order of n-gram and rows of each. The first `pure_draft_prefix_len` slots of a domino head get no bias.
     """
 
     vocab_size: int
@@ -55,6 +74,13 @@ class DrafterConfig:
     logit_softcap: float = 0.0
     family: Literal["qwen3", "gemma4"] = "qwen3"
     value_is_key: bool = False
+    markov_tied: bool = False
+    cell_heads: int = 0
+    cell_size: int = 0
+    ngram_tokens: int = 0
+    hash_tables: int = 0
+    hash_rows: int = 0
+    pure_draft_prefix_len: int = 0
 
     def __post_init__(self) -> None:
         names = get_args(AlgorithmName)
@@ -87,15 +113,7 @@ class DrafterConfig:
             len(set(self.target_layer_ids)) == len(self.target_layer_ids),
             f"drafter target_layer_ids {self.target_layer_ids} repeats a layer",
         )
-        require(self.markov_rank >= 0, f"drafter markov_rank = {self.markov_rank}: expected 0 (no head) or more")
-        require(
-            self.markov_head_type in ("vanilla", "gated", "rnn"),
-            f"drafter markov_head_type = {self.markov_head_type!r}: expected 'vanilla', 'gated' or 'rnn'",
-        )
-        require(
-            self.markov_rank > 0 or self.markov_head_type == "vanilla",
-            f"drafter markov_head_type = {self.markov_head_type!r} needs markov_rank > 0",
-        )
+        _check_head(self)
         for field in ("layer_windows", "layer_causal"):
             require(
                 len(getattr(self, field)) in (0, self.num_layers),
@@ -106,6 +124,10 @@ class DrafterConfig:
         require(
             not self.confidence_with_markov or (self.confidence_head and self.markov_rank > 0),
             "drafter confidence_with_markov needs confidence_head and markov_rank > 0",
+        )
+        require(
+            not self.confidence_with_markov or self.markov_head_type != "domino",
+            "drafter confidence_with_markov: a domino head has no W1 for the confidence head to read",
         )
         require(
             0 <= self.draft_vocab_size <= self.vocab_size,
@@ -121,3 +143,42 @@ class DrafterConfig:
     def head_rows(self) -> int:
         """Rows of the draft head: the reduced vocabulary, or all of it."""
         return self.draft_vocab_size or self.vocab_size
+
+    @property
+    def head_reads_embedding(self) -> bool:
+        """Whether the sequential head reads the target's embedding of the tokens before a slot."""
+        return self.markov_tied or self.markov_head_type == "domino"
+
+
+def _check_head(c: DrafterConfig) -> None:
+    """The sequential head's type and sizes."""
+    kind = c.markov_head_type
+    require(c.markov_rank >= 0, f"drafter markov_rank = {c.markov_rank}: expected 0 (no head) or more")
+    require(kind in HEAD_SIZES, f"drafter markov_head_type = {kind!r}: expected one of {', '.join(HEAD_SIZES)}")
+    require(c.markov_rank > 0 or kind == "vanilla", f"drafter markov_head_type = {kind!r} needs markov_rank > 0")
+    require(
+        not c.markov_tied or (c.markov_rank > 0 and kind != "domino"),
+        f"drafter markov_tied: a {kind} head of rank {c.markov_rank} has no W1 to tie to the embedding",
+    )
+    for field in SIZE_FIELDS:
+        size, usual = getattr(c, field), HEAD_SIZES[kind].get(field)
+        require(usual is not None or size == 0, f"drafter {field} = {size}: a {kind} head does not read it")
+        require(usual is None or size > 0, f"drafter {field} = {size}: a {kind} head needs it, usually {usual}")
+    if c.ngram_tokens:
+        most = min(3, c.num_drafts)
+        require(
+            2 <= c.ngram_tokens <= most,
+            f"drafter ngram_tokens = {c.ngram_tokens}: expected 2 or 3, at most the {c.num_drafts} drafts of a block",
+        )
+    if c.hash_tables:
+        require(
+            c.hash_tables <= 8 and c.markov_rank % c.hash_tables == 0,
+            f"drafter hash_tables = {c.hash_tables}: expected at most 8, a divisor of markov_rank = {c.markov_rank}",
+        )
+        require(c.hash_rows >= 64, f"drafter hash_rows = {c.hash_rows}: expected at least 64")
+    biased = c.num_drafts - 1 if kind == "domino" else 0
+    require(
+        0 <= c.pure_draft_prefix_len <= biased,
+        f"drafter pure_draft_prefix_len = {c.pure_draft_prefix_len}: expected 0 to {biased} for a {kind} head with"
+        f" {c.num_drafts} drafts a block",
+    )

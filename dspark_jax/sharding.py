@@ -36,8 +36,17 @@ _RULES: tuple[tuple[str, _Spec], ...] = (
     (r"layers(_\d+)?/down", ("fsdp", "tensor")),
     (r"backbone/fc", ("fsdp", None, "tensor")),
     (r"markov/(w1|w2)", ("tensor", "fsdp")),
-    (r"markov/(gate|joint)", (None, "fsdp")),
+    (r"markov/(gate|joint|tied|hidden_in|merge)", (None, "fsdp")),
     (r"markov/(gate|joint)_bias", (None,)),
+    (r"markov/ngram", (None, "tensor", "fsdp")),
+    (r"markov/hash_table", ("fsdp", None)),
+    (r"markov/hash_(key|out)", (None, "fsdp")),
+    (r"markov/gru_(in|state)", (None, None, "fsdp")),
+    # The rest of a recurrent cell is small.
+    (r"markov/cell_qkv", (None, None, None, None)),
+    (r"markov/(cell_gates|out_gate|decay_out|out_gate_out)", (None, None, None)),
+    (r"markov/(cell_out|cell_in|cell_beta|decay_in|out_gate_in)", (None, None)),
+    (r"markov/(a_log|dt_bias|skip|out_gate_bias)", (None,)),
     (r"confidence_head/weight", (None,)),
     (r"confidence_head/bias", ()),
 )

@@ -85,6 +85,11 @@ def to_host(tree: Any) -> Any:
     return jax.tree.map(lambda x: multihost_utils.process_allgather(x, tiled=True), tree)
 
 
+def of_first(tree: Any) -> Any:
+    """The first host's arrays on all hosts, where each has computed its own."""
+    return tree if jax.process_count() == 1 else multihost_utils.broadcast_one_to_all(tree)
+
+
 def local_copy(tree: Any) -> Any:
     """The arrays on this host's devices alone, for what every host computes by itself. One process: as they are."""
     if jax.process_count() == 1:

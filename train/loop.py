@@ -74,7 +74,7 @@ class _Training:
         self.run_, self.workdir, self.checkpoints, self.console = run, workdir, checkpoints, console
         config = run.config
         self.fingerprint = data.fingerprint(run.groups, batch_size=config.train.batch_size)
-        self.state: TrainState = run.first_state()
+        self.state: TrainState = run.first_state(resumed=facts is not None)
         self.step, self.best, self.data_seed, place = 0, None, config.train.seed, 0
         if facts:
             self.state = checkpoints.load_state(self.state)

@@ -17,6 +17,7 @@ from dspark_jax.target import Target, cast_params
 from dspark_jax.verify import inverse_map
 from dspark_jax.weights.drafter_files import read_drafter
 from train import data, hosts
+from train.bigrams import bigram_factors
 from train.conversations import Conversations, Record, load_conversations
 from train.features import CachedFeatures
 from train.objective import StepModels, StepWeights
@@ -52,14 +53,21 @@ class Run:
         frozen = frozen_parts(target.params, self.draft_vocabulary)
         return target, Drafter(self.drafter, hosts.local_copy(served), frozen)
 
-    def first_state(self) -> TrainState:
-        """The state that a new run begins with, on the mesh: fresh, or the weights of `train.start_from`."""
+    def first_state(self, resumed: bool = False) -> TrainState:
+        """The state that a new run begins with, on the mesh: fresh, or the weights of `train.start_from`; W1 and W2 as
+        `train.markov_init` says. Of a `resumed` run it is the structure that counts."""
         where = state_shardings(self.models, self.mesh)
         with jax.set_mesh(self.mesh):
             state: TrainState = jax.jit(lambda: init_state(self.drafter, self.config), out_shardings=where)()
-        if self.start_params is None:
+        if self.start_params is not None:
+            return state._replace(params=sharding.place(self.start_params, where.params))
+        if self.config.train.markov_init == "random" or resumed:
             return state
-        return state._replace(params=sharding.place(self.start_params, where.params))
+        c, seed = self.drafter, self.config.train.seed
+        w1, w2 = hosts.of_first(bigram_factors(self.train, c.markov_rank, c.vocab_size, self.draft_vocabulary, seed))
+        own = where.params["markov"]
+        markov = state.params["markov"] | sharding.place({"w1": w1, "w2": w2}, {"w1": own["w1"], "w2": own["w2"]})
+        return state._replace(params=state.params | {"markov": markov})
 
     def summary(self) -> list[str]:
         """What a user should see before the first step."""
@@ -126,7 +134,7 @@ def build(config: Config, draft_vocabulary: list[int] | None) -> Run:
         chosen = np.asarray(draft_vocabulary, np.int32)
     elif config.train.start_from:
         start_params, chosen = _start(config.train, drafter, target)
-        if config.train.recount_vocabulary:
+        if config.train.recount_vocabulary and chosen is not None and counted is not None:
             start_params, chosen = _recounted(start_params, chosen, counted), counted
     else:
         chosen = counted

@@ -11,7 +11,7 @@ import numpy as np
 
 from dspark_jax import target as target_lib
 from dspark_jax.config import ConfigError, DrafterConfig
-from dspark_jax.drafters import registry
+from dspark_jax.drafters import dspark, registry
 from dspark_jax.drafters.base import Committed, DraftOutput, Frozen
 from dspark_jax.target import Target
 
@@ -61,7 +61,8 @@ def load_drafter(path: str | Path, target: Target, dtype: str = "float32", self_
     speculators), or a Hugging Face Hub id, `org/name` or `org/name@revision`. `dtype` is the compute dtype of its
     matrices. What the checkpoint was taken for is said in one line on stderr.
 
-    The embedding and the head are the target's: copies in the checkpoint are compared with them, then dropped.
+    The embedding and the head are the target's: copies in the checkpoint are compared with them, then dropped. A tied
+    Markov table is multiplied out (`dspark.untied`).
     `self_test` lets the target write a few lines, to see whether the drafter is served as it was trained, and issues
     a DrafterWarning that names the likely cause where it is not; it needs the target's tokenizer, and costs the
     compilation of a few small programs, which is why a server asks for it and a test does not.
@@ -75,8 +76,9 @@ def load_drafter(path: str | Path, target: Target, dtype: str = "float32", self_
     checkpoint = open_drafter(path, target.config)
     print(f"drafter {path}: {checkpoint.summary}", file=sys.stderr)
     check_copies(checkpoint, target.params)
+    frozen = frozen_parts(target.params, checkpoint.draft_to_target)
     params = target_lib.cast_params(checkpoint.params, dtype)
-    drafter = Drafter(checkpoint.config, params, frozen_parts(target.params, checkpoint.draft_to_target))
+    drafter = Drafter(*dspark.untied(checkpoint.config, params, frozen), frozen)
     if self_test:
         prompts = selftest.questions(target)
         if not prompts:

@@ -1,9 +1,10 @@
-"""The DSpark drafter: backbone, Markov head, confidence head. With rank 0 and no confidence it is DFlash.
+"""The DSpark drafter: backbone, sequential head, confidence head. With rank 0 and no confidence it is DFlash.
 
 Training calls `teacher_forced`; decoding calls `commit` for newly accepted tokens and `propose` for a block. Both go
 through the same modules, so a drafter cannot be served differently from how it was trained.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from dspark_jax.config import ConfigError, DrafterConfig
 from dspark_jax.drafters import base, scanned
 from dspark_jax.drafters.backbone import Backbone, KeyValue
 from dspark_jax.drafters.base import BlockFeatures, Committed, Frozen, Proposal
+from dspark_jax.drafters.cells import Previous
 from dspark_jax.drafters.heads import ConfidenceHead, MarkovHead, first_state
 from dspark_jax.drafters.scanned import ScannedRows
 from dspark_jax.kv_cache import Cache, DocumentRows
@@ -44,38 +46,43 @@ class DSparkModel(nn.Module):
         hidden_BAGD = self.backbone.block(embedded_BAGD, anchor_BA, caches)
         return hidden_BAGD[:, :, self.config.block_size - self.config.num_drafts :]
 
-    def embed_previous(self, previous: jax.Array) -> jax.Array:
-        return self.markov.embed(previous)
+    def embed_previous(self, tokens: jax.Array, embedded: jax.Array | None) -> Previous:
+        return self.markov.embed(tokens, embedded)
 
-    def project(self, hidden: jax.Array) -> jax.Array | None:
+    def project(self, hidden: jax.Array) -> Any:
         return self.markov.project(hidden)
 
     def step(
-        self, state: Any, previous: jax.Array, projected: jax.Array | None, ids: jax.Array | None
+        self, state: Any, tokens: jax.Array, embedded: jax.Array | None, projected: Any, ids: jax.Array | None
     ) -> tuple[Any, jax.Array]:
-        """The sequential head's next state, and its bias [..., V] (of `ids` [..., K] only) after token `previous`."""
-        state, latent = self.markov.step(state, self.markov.embed(previous), projected)
+        """The sequential head's next state, and its bias [..., V] (of `ids` [..., K] only) after `tokens` [...]."""
+        state, latent = self.markov.step(state, self.markov.embed(tokens, embedded), projected)
         return state, self.markov.bias(latent, ids)
 
     def bias(self, latent: jax.Array) -> jax.Array:
         return self.markov.bias(latent)
 
-    def confidence(self, hidden: jax.Array, embedded: jax.Array | None) -> jax.Array:
+    def confidence(self, hidden: jax.Array, previous: Previous | None) -> jax.Array:
         """Logits [...] from hidden [..., D] and the previous token's Markov row [..., r]."""
         if self.config.confidence_with_markov:
-            assert embedded is not None
-            hidden = jnp.concatenate([hidden, embedded.astype(jnp.float32)], axis=-1)
+            assert previous is not None and previous.row is not None
+            hidden = jnp.concatenate([hidden, previous.row.astype(jnp.float32)], axis=-1)
         return self.confidence_head(hidden)
 
     def __call__(
-        self, taps_BSMD: jax.Array, embedded_BAGD: jax.Array, anchor_BA: jax.Array, previous_BAG: jax.Array
+        self,
+        taps_BSMD: jax.Array,
+        embedded_BAGD: jax.Array,
+        anchor_BA: jax.Array,
+        previous_BAG: jax.Array,
+        previous_BAGD: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
         """Everything once, for `init`: `context`, then `teacher_forced`."""
         position_BS = jnp.broadcast_to(jnp.arange(taps_BSMD.shape[1])[None, :], taps_BSMD.shape[:2])
         context = self.context(taps_BSMD, position_BS)
         dtype = kv_cache.compute_dtype(self.backbone.fc.dtype)
         caches = [kv_cache.from_rows(k_BSKH, v_BSKH, dtype) for k_BSKH, v_BSKH in context]
-        return self.teacher_forced(embedded_BAGD, anchor_BA, caches, previous_BAG)
+        return self.teacher_forced(embedded_BAGD, anchor_BA, caches, previous_BAG, previous_BAGD)
 
     def teacher_forced(
         self,
@@ -83,27 +90,31 @@ class DSparkModel(nn.Module):
         anchor_BA: jax.Array,
         caches: Sequence[Cache],
         previous_BAG: jax.Array,
+        previous_BAGD: jax.Array | None,
         detach_confidence: bool = False,
     ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
         """Hidden states [B, A, G, D], Markov latents [B, A, G, r], confidence logits [B, A, G].
 
+        `previous_BAGD` are the previous tokens' rows of the target's embedding, None where the head reads none.
         `detach_confidence`: the confidence head learns from the backbone and the Markov rows without teaching them.
         """
         hidden_BAGD = self.block(embedded_BAGD, anchor_BA, caches)
-        return hidden_BAGD, *self.heads(hidden_BAGD, previous_BAG, detach_confidence)
+        return hidden_BAGD, *self.heads(hidden_BAGD, previous_BAG, previous_BAGD, detach_confidence)
 
     def heads(
-        self, hidden_BAGD: jax.Array, previous_BAG: jax.Array, detach_confidence: bool = False
+        self,
+        hidden_BAGD: jax.Array,
+        previous_BAG: jax.Array,
+        previous_BAGD: jax.Array | None,
+        detach_confidence: bool = False,
     ) -> tuple[jax.Array | None, jax.Array | None]:
         """Markov latents and confidence logits of hidden states."""
-        embedded = self.embed_previous(previous_BAG) if self.config.markov_rank else None
+        previous = self.embed_previous(previous_BAG, previous_BAGD) if self.config.markov_rank else None
         confidence = None
         if self.config.confidence_head:
-            seen = jax.lax.stop_gradient((hidden_BAGD, embedded)) if detach_confidence else (hidden_BAGD, embedded)
+            seen = jax.lax.stop_gradient((hidden_BAGD, previous)) if detach_confidence else (hidden_BAGD, previous)
             confidence = self.confidence(*seen)
-        latent = None if embedded is None else self.markov.latents(hidden_BAGD, embedded)
-        if self.is_initializing() and latent is not None:
-            self.bias(latent)
+        latent = None if previous is None else self.markov.latents(hidden_BAGD, previous)
         return latent, confidence
 
 
@@ -115,12 +126,19 @@ def _embed_block(config: DrafterConfig, frozen: Frozen, first_BA: jax.Array) -> 
     )
 
 
+def _head_rows(config: DrafterConfig, frozen: Frozen, tokens: jax.Array) -> jax.Array | None:
+    """Rows [..., D] of the target's embedding for the sequential head; None where it reads none."""
+    return scaled_embedding(frozen.embed_VD, tokens, config.embed_scale) if config.head_reads_embedding else None
+
+
 def init_params(config: DrafterConfig, rng: jax.Array) -> Params:
-    """Fresh float32 weights: Normal(0, 0.02), norms 1, biases 0 (DeepSpec's initialisation)."""
+    """Fresh float32 weights: Normal(0, 0.02), norms 1, biases 0 (DeepSpec's initialisation); a sequential head beyond
+    the published ones as its cell says."""
     taps = jnp.zeros((1, 1, len(config.target_layer_ids), config.d_model))
     block = jnp.zeros((1, 1, config.block_size, config.d_model))
     previous = jnp.zeros((1, 1, config.num_drafts), jnp.int32)
-    variables: Any = DSparkModel(config).init(rng, taps, block, jnp.zeros((1, 1), jnp.int32), previous)
+    rows = jnp.zeros((*previous.shape, config.d_model)) if config.head_reads_embedding else None
+    variables: Any = DSparkModel(config).init(rng, taps, block, jnp.zeros((1, 1), jnp.int32), previous, rows)
     return variables["params"]
 
 
@@ -155,13 +173,14 @@ def teacher_forced_blocks(
     start_BA = jnp.take_along_axis(start_BS, anchors_BA, axis=1)
     first_BA = base.gather_positions(tokens_BS, anchors_BA)
     previous_BAG = base.previous_tokens(tokens_BS, anchors_BA, config.num_drafts)
+    head_inputs = previous_BAG, _head_rows(config, frozen, previous_BAG)
     embedded_BAGD, position_BA = _embed_block(config, frozen, first_BA), anchors_BA - start_BA
     if isinstance(rows, ScannedRows):
         hidden_BAGD = scanned.block(config, params, rows, embedded_BAGD, position_BA, start_BA)
-        heads = _apply(config, params, hidden_BAGD, previous_BAG, detach_confidence, method="heads")
+        heads = _apply(config, params, hidden_BAGD, *head_inputs, detach_confidence, method="heads")
         return BlockFeatures(hidden_BAGD, *heads)
     seen = [row.of_blocks(start_BA) for row in rows]
-    arguments = (embedded_BAGD, position_BA, seen, previous_BAG, detach_confidence)
+    arguments = (embedded_BAGD, position_BA, seen, *head_inputs, detach_confidence)
     return BlockFeatures(*_apply(config, params, *arguments, method="teacher_forced"))
 
 
@@ -192,14 +211,25 @@ def transition_table(config: DrafterConfig, params: Params) -> jax.Array:
     """A vanilla Markov head as one table [V, W] of biases over the draft vocabulary, float32.
 
     For small vocabularies: V W entries are read by lookup where the factors cost W r multiplications a step. Raises
-    ConfigError for heads whose bias depends on more than the previous token.
+    ConfigError for heads whose bias depends on more than the previous token, and for a tied one (see `untied`).
     """
-    if config.markov_head_type != "vanilla" or not config.markov_rank:
+    if config.markov_head_type != "vanilla" or not config.markov_rank or config.markov_tied:
+        tied = "tied " if config.markov_tied else ""
         raise ConfigError(
-            f"a {config.markov_head_type} head of rank {config.markov_rank} is not a table of transitions"
+            f"a {tied}{config.markov_head_type} head of rank {config.markov_rank} is not a table of transitions"
         )
-    embedded = _apply(config, params, jnp.arange(config.vocab_size), method="embed_previous")
-    return _apply(config, params, embedded, method="bias")
+    return linear(params["markov"]["w1"], params["markov"]["w2"])
+
+
+def untied(config: DrafterConfig, params: Params, frozen: Frozen) -> tuple[DrafterConfig, Params]:
+    """The same drafter with W1 = E P multiplied out, [V, r] in P's dtype: a lookup in each step in place of a product.
+    Other drafters are returned as they are."""
+    if not config.markov_tied:
+        return config, params
+    markov = dict(params["markov"])
+    tied = markov.pop("tied")
+    markov["w1"] = (linear(frozen.embed_VD, tied) * config.embed_scale).astype(tied.dtype)
+    return dataclasses.replace(config, markov_tied=False), params | {"markov": markov}
 
 
 def propose(
@@ -224,16 +254,13 @@ def propose(
         base_RGV, ids_RGK = jax.lax.top_k(base_RGV, shortlist)
         support_RGK = ids_RGK if frozen.draft_to_target_V is None else frozen.draft_to_target_V[ids_RGK]
 
-    def embed_previous(previous: jax.Array) -> Any:
-        return _apply(config, params, previous, method="embed_previous") if config.markov_rank else None
-
     def step(state: Any, previous_R: jax.Array, slot: Any) -> tuple[Any, Any]:
         if not config.markov_rank:
             return None, jnp.zeros((previous_R.shape[0], 1))
         if frozen.transition_VW is not None:
             bias_RW, ids_RK = frozen.transition_VW[previous_R], slot[1]
             return state, bias_RW if ids_RK is None else jnp.take_along_axis(bias_RW, ids_RK, axis=1)
-        return _apply(config, params, state, previous_R, *slot, method="step")
+        return _apply(config, params, state, previous_R, _head_rows(config, frozen, previous_R), *slot, method="step")
 
     projected_RG = _apply(config, params, hidden_RGD, method="project") if config.markov_rank else None
     state, slots, d2t_V = first_state(config, first_R.shape), (projected_RG, ids_RGK), frozen.draft_to_target_V
@@ -242,5 +269,9 @@ def propose(
     if config.confidence_head:
         # Slot k's confidence sees the token before it and never its own, so it may gate that token's verification.
         previous_RG = jnp.concatenate([first_R[:, None], sample.tokens_RG[:, :-1]], axis=1)
-        confidence_RG = _apply(config, params, hidden_RGD, embed_previous(previous_RG), method="confidence")
+        previous = None
+        if config.confidence_with_markov:
+            rows_RGD = _head_rows(config, frozen, previous_RG)
+            previous = _apply(config, params, previous_RG, rows_RGD, method="embed_previous")
+        confidence_RG = _apply(config, params, hidden_RGD, previous, method="confidence")
     return Proposal(sample, confidence_RG)

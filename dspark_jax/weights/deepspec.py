@@ -2,7 +2,8 @@
 
 config.json is the target's own with the drafter's keys beside it; every row of a block is a draft (anchor_first). The
 frozen embedding and head may be left out. What DeepSpec itself does not have is stored as in other formats: a reduced
-draft vocabulary as in speculators (`d2t` and `t2d`), a scaled embedding and capped logits by z-lab's keys.
+draft vocabulary as in speculators (`d2t` and `t2d`), a scaled embedding and capped logits by z-lab's keys. Sequential
+heads beyond vanilla, gated and rnn are an extension of ours (docs/checkpoints.md): DeepSpec itself does not read them.
 """
 
 from typing import Any
@@ -14,6 +15,7 @@ from dspark_jax.weights.drafter_format import (
     HARMLESS,
     HEADS,
     NOTES,
+    OWN_HEADS,
     Description,
     Format,
     backbone_fields,
@@ -27,7 +29,7 @@ from dspark_jax.weights.drafter_format import (
 from dspark_jax.weights.rope_keys import write_rope
 
 ARCHITECTURE = "Qwen3DSparkModel"
-TABLE = BACKBONE | HEADS
+TABLE = BACKBONE | HEADS | OWN_HEADS
 
 
 def normalise(keys: Keys, target: TargetConfig | None) -> DrafterConfig:
@@ -36,7 +38,7 @@ def normalise(keys: Keys, target: TargetConfig | None) -> DrafterConfig:
         **fields,
         **window_fields(keys, fields["num_layers"], keys.take("is_causal", bool, False), causal_windows=False),
         **tap_fields(keys, target, keys.ids("target_layer_ids")),
-        **head_fields(keys),
+        **head_fields(keys, own=True),
         block_size=keys.take("block_size"),
         mask_token_id=keys.take("mask_token_id"),
         draft_vocab_size=keys.take("draft_vocab_size", default=0),

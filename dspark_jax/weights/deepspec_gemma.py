@@ -14,6 +14,7 @@ from dspark_jax.weights.drafter_format import (
     HARMLESS,
     HEADS,
     NOTES,
+    OWN_HEADS,
     Description,
     Entry,
     Format,
@@ -31,7 +32,7 @@ _GEMMA: dict[str, Entry] = {
     "layers.{}.post_feedforward_layernorm.weight": Entry("backbone/layers_{}/post_mlp_norm"),
     "layers.{}.layer_scalar": Entry("backbone/layers_{}/layer_scalar"),
 }
-TABLE = BACKBONE | _GEMMA | HEADS
+TABLE = BACKBONE | _GEMMA | HEADS | OWN_HEADS
 
 # Of the target's settings those that its full, dense layers do not read.
 _IGNORED = HARMLESS | {
@@ -59,7 +60,7 @@ def normalise(keys: Keys, target: TargetConfig | None) -> DrafterConfig:
     keys.expect("layer_types", ["full_attention"] * num_layers)
     config = DrafterConfig(
         **tap_fields(keys, target, keys.ids("target_layer_ids")),
-        **head_fields(keys),
+        **head_fields(keys, own=True),
         family="gemma4",
         vocab_size=keys.take("vocab_size"),
         d_model=d_model,

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 
-from dspark_jax.config import ConfigError, DrafterConfig, TargetConfig
+from dspark_jax.config import SIZE_FIELDS, ConfigError, DrafterConfig, TargetConfig
 from dspark_jax.drafters.dspark import init_params
 from dspark_jax.weights import rope_keys
 from dspark_jax.weights.config_keys import Keys
@@ -56,6 +56,36 @@ HEADS: dict[str, Entry] = {
     "confidence_head.proj.weight": Entry("confidence_head/weight", "row"),
     "confidence_head.proj.bias": Entry("confidence_head/bias", "row"),
 }
+# What our own files hold beyond what the public formats have words for: the other sequential heads, and a tied W1.
+OWN_HEADS: dict[str, Entry] = {
+    "markov_head.tied_proj.weight": Entry("markov/tied"),
+    "markov_head.ngram.weight": Entry("markov/ngram", "rows"),
+    "markov_head.hash_table.weight": Entry("markov/hash_table"),
+    "markov_head.hash_key_proj.weight": Entry("markov/hash_key"),
+    "markov_head.hash_out_proj.weight": Entry("markov/hash_out"),
+    "markov_head.hidden_proj.weight": Entry("markov/hidden_in"),
+    "markov_head.input_norm.weight": Entry("markov/z_norm"),
+    "markov_head.cell.qkv_proj.weight": Entry("markov/cell_qkv", "rows"),
+    "markov_head.cell.gates_proj.weight": Entry("markov/cell_gates", "rows"),
+    "markov_head.cell.beta_proj.weight": Entry("markov/cell_beta"),
+    "markov_head.cell.in_proj.weight": Entry("markov/cell_in"),
+    "markov_head.cell.A_log": Entry("markov/a_log"),
+    "markov_head.cell.D": Entry("markov/skip"),
+    "markov_head.cell.dt_bias": Entry("markov/dt_bias"),
+    "markov_head.cell.decay_proj.0.weight": Entry("markov/decay_in"),
+    "markov_head.cell.decay_proj.1.weight": Entry("markov/decay_out", "rows"),
+    "markov_head.cell.gate_proj.weight": Entry("markov/out_gate", "rows"),
+    "markov_head.cell.gate_proj.0.weight": Entry("markov/out_gate_in"),
+    "markov_head.cell.gate_proj.1.weight": Entry("markov/out_gate_out", "rows"),
+    "markov_head.cell.gate_proj.1.bias": Entry("markov/out_gate_bias"),
+    "markov_head.cell.norm.weight": Entry("markov/out_norm"),
+    "markov_head.cell.out_proj.weight": Entry("markov/cell_out"),
+    "markov_head.prefix_gru.weight_ih_l0": Entry("markov/gru_in", "rows"),
+    "markov_head.prefix_gru.weight_hh_l0": Entry("markov/gru_state", "rows"),
+    "markov_head.embed_proj.0.weight": Entry("markov/merge"),
+}
+_PUBLISHED_HEADS = ("vanilla", "gated", "rnn")
+_OWN_SIZES = (*SIZE_FIELDS, "pure_draft_prefix_len")
 # The target's own matrices, of which a checkpoint may hold copies.
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 # The key under which our own files say how a drafter came about.
@@ -173,19 +203,26 @@ def window_fields(keys: Keys, num_layers: int, causal: bool | None, causal_windo
     }
 
 
-def head_fields(keys: Keys) -> dict[str, Any]:
-    """Markov and confidence heads, as DeepSpec names their settings."""
+def head_fields(keys: Keys, own: bool = False) -> dict[str, Any]:
+    """Sequential and confidence heads, as DeepSpec names their settings. `own`: with those that only our files have."""
     rank, confidence = keys.take("markov_rank", default=0), keys.take("enable_confidence_head", bool, False)
     kind, with_markov = (
         keys.take("markov_head_type", str, "vanilla"),
         keys.take("confidence_head_with_markov", bool, False),
     )
-    return {
+    if rank and not own and kind not in _PUBLISHED_HEADS:
+        expected = ", ".join(map(repr, _PUBLISHED_HEADS))
+        raise ConfigError(f"{keys.where}: markov_head_type = {kind!r}: expected one of {expected}")
+    fields = {
         "markov_rank": rank,
         "markov_head_type": kind if rank else "vanilla",
         "confidence_head": confidence,
         "confidence_with_markov": with_markov and confidence and rank > 0,
     }
+    if own:
+        fields |= {field: keys.take(field, default=0) for field in _OWN_SIZES}
+        fields["markov_tied"] = keys.take("markov_tied", bool, False)
+    return fields
 
 
 def tap_fields(keys: Keys, target: TargetConfig | None, ids: tuple[int, ...]) -> dict[str, Any]:
@@ -221,12 +258,22 @@ def their_backbone(config: DrafterConfig) -> dict[str, Any]:
 
 
 def their_heads(config: DrafterConfig) -> dict[str, Any]:
-    """The keys that `head_fields` reads."""
-    return {
+    """The keys that `head_fields` reads; those that are our own only where they say something."""
+    raw: dict[str, Any] = {
         "markov_rank": config.markov_rank,
         "markov_head_type": config.markov_head_type,
         "enable_confidence_head": config.confidence_head,
         "confidence_head_with_markov": config.confidence_with_markov,
+    }
+    raw |= {field: getattr(config, field) for field in _OWN_SIZES if getattr(config, field)}
+    return raw | ({"markov_tied": True} if config.markov_tied else {})
+
+
+def unpublished_heads(config: DrafterConfig) -> dict[str, bool]:
+    """For `refuse`: what a format with the published heads alone cannot hold."""
+    return {
+        f"a {config.markov_head_type} head": config.markov_head_type not in _PUBLISHED_HEADS,
+        "a tied Markov head": config.markov_tied,
     }
 
 

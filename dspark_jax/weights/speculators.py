@@ -21,6 +21,7 @@ from dspark_jax.weights.drafter_format import (
     tap_fields,
     their_backbone,
     their_heads,
+    unpublished_heads,
     window_fields,
 )
 from dspark_jax.weights.rope_keys import write_rope
@@ -84,7 +85,7 @@ def _layout(keys: Keys, block: int) -> Layout:
 
 def describe(config: DrafterConfig, description: Description) -> dict[str, Any]:
     windowed = tuple(window > 0 for window in config.layer_windows)
-    refuse(FORMAT.title, {
+    refuse(FORMAT.title, unpublished_heads(config) | {
         "Gemma layers": config.family != "qwen3",
         "causal layers without a window, or only some with one": any(config.layer_causal)
         and config.layer_causal != windowed,
