@@ -5,7 +5,7 @@ from typing import Literal, get_args
 
 from dspark_jax.shapes import RopeScaling, require
 
-AlgorithmName = Literal["dspark"]
+AlgorithmName = Literal["dspark", "dflash2"]
 Layout = Literal["anchor_first", "fill_in"]
 MarkovHeadType = Literal["vanilla", "gated", "rnn"]
 
@@ -25,6 +25,10 @@ class DrafterConfig:
     them. Both are empty where all layers see everything. `embed_scale` multiplies the borrowed embedding;
     `logit_softcap` c > 0 turns the head's logits x into c tanh(x / c) before a Markov head adds its bias. `family`
     picks the layers; those of Gemma 4 may take their keys, before norm and rotation, for values (`value_is_key`).
+
+    DFlash 2 has a convolution in every draft layer, whose coefficients are shared by `conv_group_size` channels, and a
+    selector of rank `selector_rank` that chooses among the `selector_top_k` tokens that the backbone ranks highest.
+    `selector_tied`: its two codebooks are projections of the target's embedding rather than tables of their own.
     """
 
     vocab_size: int
@@ -55,6 +59,10 @@ class DrafterConfig:
     logit_softcap: float = 0.0
     family: Literal["qwen3", "gemma4"] = "qwen3"
     value_is_key: bool = False
+    conv_group_size: int = 0
+    selector_rank: int = 0
+    selector_top_k: int = 0
+    selector_tied: bool = False
 
     def __post_init__(self) -> None:
         names = get_args(AlgorithmName)
@@ -111,6 +119,7 @@ class DrafterConfig:
             0 <= self.draft_vocab_size <= self.vocab_size,
             f"drafter draft_vocab_size = {self.draft_vocab_size}: expected 0 (all) to {self.vocab_size}",
         )
+        _check_dflash2(self)
 
     @property
     def num_drafts(self) -> int:
@@ -121,3 +130,27 @@ class DrafterConfig:
     def head_rows(self) -> int:
         """Rows of the draft head: the reduced vocabulary, or all of it."""
         return self.draft_vocab_size or self.vocab_size
+
+
+def _check_dflash2(config: DrafterConfig) -> None:
+    """Raises ConfigError where a DFlash 2 drafter lacks a part, and where another one has parts of it."""
+    if config.algorithm != "dflash2":
+        for field in ("conv_group_size", "selector_rank", "selector_top_k", "selector_tied"):
+            value = getattr(config, field)
+            require(not value, f"drafter {field} = {value}: a drafter of algorithm {config.algorithm!r} has none")
+        return
+    size, candidates = config.conv_group_size, config.selector_top_k
+    require(config.family == "qwen3", f"drafter family {config.family!r}: layers of DFlash 2 are Qwen3's")
+    require(
+        config.markov_rank == 0,
+        f"drafter markov_rank = {config.markov_rank}: DFlash 2 has its selector in place of a Markov head",
+    )
+    require(
+        size > 0 and config.d_model % size == 0,
+        f"drafter conv_group_size = {size}: expected a divisor of d_model = {config.d_model}",
+    )
+    require(config.selector_rank > 0, f"drafter selector_rank = {config.selector_rank}: expected a positive number")
+    require(
+        0 < candidates <= config.head_rows,
+        f"drafter selector_top_k = {candidates}: expected 1 to {config.head_rows}, the size of the draft vocabulary",
+    )

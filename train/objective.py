@@ -12,9 +12,8 @@ import jax.numpy as jnp
 from dspark_jax import kv_cache, layers, losses, sharding
 from dspark_jax import target as target_lib
 from dspark_jax.config import DrafterConfig, LossConfig, OptimizerSettings, TargetConfig, TrainSettings
-from dspark_jax.drafters import base
+from dspark_jax.drafters import base, registry
 from dspark_jax.drafters.base import BlockFeatures, Committed, Frozen
-from dspark_jax.drafters.registry import algorithm
 from dspark_jax.kv_cache import DocumentRows
 
 Params = dict[str, Any]
@@ -171,7 +170,7 @@ def batch_sums(models: StepModels, params: Params, weights: StepWeights, batch: 
     if features is None:
         target = models.target, drafter, weights.target_params, batch.tokens_BS, batch.start_BS
         features = target_features(*target, models.scan_layers)
-    run, committed = algorithm(drafter), Committed(batch.tokens_BS, features.taps_BSMD, features.hidden_BSD)
+    run, committed = registry.algorithm(drafter), Committed(batch.tokens_BS, features.taps_BSMD, features.hidden_BSD)
     rows = run.context_rows(drafter, params, frozen, committed, batch.start_BS, models.scan_layers)
     chunk = max(1, train.blocks_per_chunk * sharding.row_shards() // batch.anchors_BA.shape[0])
     remat = train.remat if batch.anchors_BA.shape[1] > chunk else "none"
@@ -209,14 +208,15 @@ def _score(
 ) -> BatchSums:
     """The vocabulary work of some blocks: draft logits, the teacher's, and every term of the loss."""
     drafter = models.drafter
-    logits_BAGV = algorithm(drafter).draft_logits(drafter, params, frozen, blocks.hidden_BAGD, blocks.latent_BAGR)
+    logits_BAGV, label_ce_BAG = registry.label_scores(drafter, params, frozen, blocks, labels_BAG)
     base_BAGV = None
-    if models.loss.base_until:
-        base_BAGV = layers.soft_cap(layers.linear(blocks.hidden_BAGD, frozen.head_VD), drafter.logit_softcap)
+    if models.loss.base_until or models.loss.base_ce:
+        base_BAGV = base.parallel_logits(drafter, frozen, blocks.hidden_BAGD)
     teacher_BAGV = layers.soft_cap(layers.linear(teacher_BAGD, frozen.head_VD), models.target.logit_softcap)
     terms = losses.slot_terms(
-        logits_BAGV, blocks.confidence_BAG, labels_BAG, jax.lax.stop_gradient(teacher_BAGV), partition_BAG, base_BAGV
-    )
+        logits_BAGV, blocks.confidence_BAG, labels_BAG, jax.lax.stop_gradient(teacher_BAGV), partition_BAG, base_BAGV,
+        label_ce_BAG,
+    )  # fmt: skip
     counted_BAG = mask_BAG.astype(jnp.float32)
     by_slot_2G = jnp.stack([jnp.sum(x, axis=(0, 1)) for x in (terms.acceptance * counted_BAG, counted_BAG)])
     return BatchSums(losses.loss_sums(terms, mask_BAG, models.loss), by_slot_2G)

@@ -56,6 +56,11 @@ def frozen_parts(target_params: Params, draft_to_target: np.ndarray | None) -> F
     return Frozen(target_params["embed"], head_VD[d2t_V], d2t_V)
 
 
+def servable(config: DrafterConfig, params: Params, frozen: Frozen) -> Drafter:
+    """The drafter as it is served: what can be multiplied out beforehand is."""
+    return Drafter(*registry.fold(config, params, frozen), frozen)
+
+
 def load_drafter(path: str | Path, target: Target, dtype: str = "float32", self_test: bool = False) -> Drafter:
     """Loads a drafter checkpoint for `target`: a folder in one of the public formats (DeepSpec, z-lab, SpecForge,
     speculators), or a Hugging Face Hub id, `org/name` or `org/name@revision`. `dtype` is the compute dtype of its
@@ -76,7 +81,7 @@ def load_drafter(path: str | Path, target: Target, dtype: str = "float32", self_
     print(f"drafter {path}: {checkpoint.summary}", file=sys.stderr)
     check_copies(checkpoint, target.params)
     params = target_lib.cast_params(checkpoint.params, dtype)
-    drafter = Drafter(checkpoint.config, params, frozen_parts(target.params, checkpoint.draft_to_target))
+    drafter = servable(checkpoint.config, params, frozen_parts(target.params, checkpoint.draft_to_target))
     if self_test:
         prompts = selftest.questions(target)
         if not prompts:
