@@ -53,7 +53,9 @@ class LossConfig:
     of the confidence logit to the analytic acceptance 1 - TV(p, q). `soft_until` > 0 opens a run with the soft
     cross-entropy to the target's law, which gives way linearly to ce and tv over that fraction of the steps.
     `base_until` > 0 opens it with ce and tv of the parallel logits, before the sequential head, which give way to the
-    final ones in the same manner (Domino). `detach_confidence`: the confidence term trains its head only.
+    final ones in the same manner (Domino). `base_ce` adds the cross-entropy of the parallel logits for the whole run,
+    as DFlash 2 needs, whose candidates they rank: its public trainers use ce 1, tv 0, base_ce 1. `detach_confidence`:
+    the confidence term trains its head only.
     """
 
     ce: float = 0.1
@@ -64,12 +66,13 @@ class LossConfig:
     dpace: float = 0.0
     base_until: float = 0.0
     detach_confidence: bool = False
+    base_ce: float = 0.0
 
     def __post_init__(self) -> None:
         for field in ("soft_until", "base_until"):
             value = getattr(self, field)
             require(0 <= value <= 1, f"loss {field} = {value}: expected a fraction of the run")
-        for field in ("ce", "tv", "confidence"):
+        for field in ("ce", "tv", "confidence", "base_ce"):
             require(getattr(self, field) >= 0, f"loss {field} = {getattr(self, field)}: expected 0 or more")
         require(self.decay >= 0, f"loss decay = {self.decay}: expected a number of slots, or 0 for the block size")
         require(0 <= self.dpace < 1, f"loss dpace = {self.dpace}: expected 0 (off) or a number below 1")
@@ -80,9 +83,11 @@ class DraftSettings:
     """The drafter of a training run; what is not named here is the target's own (see `drafter_config`).
 
     `target_layer_ids` empty picks `num_taps` layers by the paper's even spacing. `d_ff` 0 is the target's.
-    `draft_vocab_size` > 0 drafts over that many ids, the most frequent of the training answers. The fields from
-    `markov_head_type` on are those of DrafterConfig; a size of 0 is what is usual for the head's type, and
-    `pure_draft_prefix_len` None is 1 for a domino head.
+    `draft_vocab_size` > 0 drafts over that many ids, the most frequent of the training answers. `window` > 0 is the
+    sliding window of every draft layer, which still sees all of its block. Each algorithm has settings of its own,
+    which the others do not read: DSpark those of its Markov head (fields of DrafterConfig; a size of 0 is what is usual
+    for the head's type, and `pure_draft_prefix_len` None is 1 for a domino head), DFlash 2 those of convolution and
+    selector.
     """
 
     mask_token_id: int
@@ -104,6 +109,12 @@ class DraftSettings:
     hash_tables: int = 0
     hash_rows: int = 0
     pure_draft_prefix_len: int | None = None
+    algorithm: AlgorithmName = "dspark"
+    window: int = 0
+    conv_group_size: int = 16
+    selector_rank: int = 256
+    selector_top_k: int = 16
+    selector_tied: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,9 +283,6 @@ def drafter_config(settings: DraftSettings, target: TargetConfig) -> DrafterConf
         f"draft mask_token_id = {settings.mask_token_id} ends a text: choose an id that no text contains",
     )
     ids = settings.target_layer_ids or evenly_spaced_layers(target.num_layers, settings.num_taps)
-    usual, domino = HEAD_SIZES.get(settings.markov_head_type, {}), settings.markov_head_type == "domino"
-    sizes: dict[str, Any] = {field: getattr(settings, field) or usual.get(field, 0) for field in SIZE_FIELDS}
-    prefix = settings.pure_draft_prefix_len
     return DrafterConfig(
         vocab_size=target.vocab_size,
         d_model=target.d_model,
@@ -290,15 +298,31 @@ def drafter_config(settings: DraftSettings, target: TargetConfig) -> DrafterConf
         num_target_layers=target.num_layers,
         block_size=settings.block_size,
         mask_token_id=settings.mask_token_id,
+        algorithm=settings.algorithm,
         layout=settings.layout,
-        markov_rank=settings.markov_rank,
         confidence_head=settings.confidence_head,
-        confidence_with_markov=settings.confidence_with_markov and settings.markov_rank > 0 and not domino,
         draft_vocab_size=settings.draft_vocab_size,
+        layer_windows=(settings.window,) * settings.num_layers if settings.window else (),
         embed_scale=target.embed_scale,
         logit_softcap=target.logit_softcap,
-        markov_head_type=settings.markov_head_type,
-        markov_tied=settings.markov_tied,
-        pure_draft_prefix_len=int(domino) if prefix is None else prefix,
-        **sizes,
+        **_own_fields(settings),
     )
+
+
+def _own_fields(settings: DraftSettings) -> dict[str, Any]:
+    """What only the drafters of one algorithm have."""
+    match settings.algorithm:
+        case "dspark":
+            kind, rank = settings.markov_head_type, settings.markov_rank
+            usual, prefix = HEAD_SIZES.get(kind, {}), settings.pure_draft_prefix_len
+            sizes = {field: getattr(settings, field) or usual.get(field, 0) for field in SIZE_FIELDS}
+            return sizes | {
+                "markov_rank": rank,
+                "markov_head_type": kind,
+                "markov_tied": settings.markov_tied,
+                "confidence_with_markov": settings.confidence_with_markov and rank > 0 and kind != "domino",
+                "pure_draft_prefix_len": int(kind == "domino") if prefix is None else prefix,
+            }
+        case "dflash2":
+            names = ("conv_group_size", "selector_rank", "selector_top_k", "selector_tied")
+            return {name: getattr(settings, name) for name in names}

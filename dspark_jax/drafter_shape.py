@@ -5,7 +5,7 @@ from typing import Literal, get_args
 
 from dspark_jax.shapes import RopeScaling, require
 
-AlgorithmName = Literal["dspark"]
+AlgorithmName = Literal["dspark", "dflash2"]
 Layout = Literal["anchor_first", "fill_in"]
 MarkovHeadType = Literal["vanilla", "gated", "rnn", "ngram", "hashed_ngram", "gdn", "kda", "mamba2", "domino"]
 
@@ -44,6 +44,9 @@ class DrafterConfig:
     W1 is a projection of the target's embedding. `HEAD_SIZES` says which of the sizes behind it a type reads: heads of
     a recurrent cell and the width of each (of a GRU's state), the previous tokens that an n-gram head looks at, hash
     tables an order of n-gram and rows of each. The first `pure_draft_prefix_len` slots of a domino head get no bias.
+    DFlash 2 has a convolution in every draft layer, whose coefficients are shared by `conv_group_size` channels, and a
+    selector of rank `selector_rank` that chooses among the `selector_top_k` tokens that the backbone ranks highest.
+    `selector_tied`: its two codebooks are projections of the target's embedding rather than tables of their own.
     """
 
     vocab_size: int
@@ -81,6 +84,10 @@ class DrafterConfig:
     hash_tables: int = 0
     hash_rows: int = 0
     pure_draft_prefix_len: int = 0
+    conv_group_size: int = 0
+    selector_rank: int = 0
+    selector_top_k: int = 0
+    selector_tied: bool = False
 
     def __post_init__(self) -> None:
         names = get_args(AlgorithmName)
@@ -133,6 +140,7 @@ class DrafterConfig:
             0 <= self.draft_vocab_size <= self.vocab_size,
             f"drafter draft_vocab_size = {self.draft_vocab_size}: expected 0 (all) to {self.vocab_size}",
         )
+        _check_dflash2(self)
 
     @property
     def num_drafts(self) -> int:
@@ -181,4 +189,28 @@ def _check_head(c: DrafterConfig) -> None:
         0 <= c.pure_draft_prefix_len <= biased,
         f"drafter pure_draft_prefix_len = {c.pure_draft_prefix_len}: expected 0 to {biased} for a {kind} head with"
         f" {c.num_drafts} drafts a block",
+    )
+
+
+def _check_dflash2(config: DrafterConfig) -> None:
+    """Raises ConfigError where a DFlash 2 drafter lacks a part, and where another one has parts of it."""
+    if config.algorithm != "dflash2":
+        for field in ("conv_group_size", "selector_rank", "selector_top_k", "selector_tied"):
+            value = getattr(config, field)
+            require(not value, f"drafter {field} = {value}: a drafter of algorithm {config.algorithm!r} has none")
+        return
+    size, candidates = config.conv_group_size, config.selector_top_k
+    require(config.family == "qwen3", f"drafter family {config.family!r}: layers of DFlash 2 are Qwen3's")
+    require(
+        config.markov_rank == 0,
+        f"drafter markov_rank = {config.markov_rank}: DFlash 2 has its selector in place of a Markov head",
+    )
+    require(
+        size > 0 and config.d_model % size == 0,
+        f"drafter conv_group_size = {size}: expected a divisor of d_model = {config.d_model}",
+    )
+    require(config.selector_rank > 0, f"drafter selector_rank = {config.selector_rank}: expected a positive number")
+    require(
+        0 < candidates <= config.head_rows,
+        f"drafter selector_top_k = {candidates}: expected 1 to {config.head_rows}, the size of the draft vocabulary",
     )

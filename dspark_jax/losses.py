@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from dspark_jax.config import LossConfig
-from dspark_jax.drafters.base import DraftOutput
+from dspark_jax.drafters.base import NEVER, DraftOutput
 
 _EPS = 1e-6
 
@@ -18,8 +18,8 @@ _EPS = 1e-6
 class SlotTerms(NamedTuple):
     """Unweighted terms of each slot, [...]; `acceptance` = 1 - TV(p, q), the chance that this draft survives.
 
-    `label_q` is the label's probability, without a gradient; `base_ce` and `base_tv` are those of the logits before the
-    sequential head, zeros where nothing reads them.
+    `label_q` is the label's probability, without a gradient; `base_ce`, `base_tv` and `base_soft_ce` are those of the
+    logits before the sequential part, zeros where nothing reads them.
     """
 
     ce: jax.Array
@@ -30,6 +30,7 @@ class SlotTerms(NamedTuple):
     label_q: jax.Array
     base_ce: jax.Array
     base_tv: jax.Array
+    base_soft_ce: jax.Array
 
 
 class Shares(NamedTuple):
@@ -47,30 +48,39 @@ def slot_terms(
     teacher_logits: jax.Array,
     teacher_log_partition: jax.Array | None = None,
     base_logits: jax.Array | None = None,
+    label_ce: jax.Array | None = None,
 ) -> SlotTerms:
     """Terms of slots [...] from draft and teacher logits [..., V] over the draft vocabulary.
 
     `labels` are draft ids; -1 marks a label outside a reduced vocabulary, whose cross-entropy is left out.
     `teacher_log_partition` [...] is the log-sum-exp over the target's whole vocabulary where `teacher_logits` covers
     a part of it: p then keeps its true mass and what lies outside counts as distance, as it does in verification.
-    `base_logits` [..., V]: the draft's logits before the sequential head.
+    `base_logits` [..., V]: the draft's logits before the sequential part. `label_ce` [...]: the cross-entropy to the
+    label where it is not that of the logits (see `base.LabelScores`). What the logits say is impossible is left out of
+    both cross-entropies, as is what lies outside a reduced vocabulary.
     """
     logits, teacher_logits = logits.astype(jnp.float32), teacher_logits.astype(jnp.float32)
     if teacher_log_partition is None:
         teacher_log_partition = jax.nn.logsumexp(teacher_logits, axis=-1)
     ce, soft_ce, tv = _distances(logits, labels, teacher_logits, teacher_log_partition)
+    label_q = jnp.where(_drawn(logits, labels), jnp.exp(-jax.lax.stop_gradient(ce)), 0.0)
+    if label_ce is not None:
+        ce = jnp.where(labels >= 0, label_ce, 0.0)
     acceptance = jnp.clip(1.0 - 0.5 * jax.lax.stop_gradient(tv), 0.0, 1.0)
-    if confidence is None:
-        bce = jnp.zeros_like(ce)
-    else:
-        bce = jax.nn.softplus(confidence) - acceptance * confidence
     zero = jnp.zeros_like(ce)
-    label_q = jnp.where(labels >= 0, jnp.exp(-jax.lax.stop_gradient(ce)), 0.0)
-    base = (zero, zero)
+    bce = zero if confidence is None else jax.nn.softplus(confidence) - acceptance * confidence
+    base = (zero,) * 3
     if base_logits is not None:
-        base_ce, _, base_tv = _distances(base_logits.astype(jnp.float32), labels, teacher_logits, teacher_log_partition)
-        base = (base_ce, base_tv)
+        base_logits = base_logits.astype(jnp.float32)
+        base_ce, base_soft, base_tv = _distances(base_logits, labels, teacher_logits, teacher_log_partition)
+        base = (base_ce, base_tv, base_soft)
     return SlotTerms(ce, soft_ce, tv, bce, acceptance, label_q, *base)
+
+
+def _drawn(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """Whether the label of a slot could be drawn at all: it is in the vocabulary, and the logits do not exclude it."""
+    picked = jnp.take_along_axis(logits, jnp.maximum(labels, 0)[..., None], axis=-1)[..., 0]
+    return (labels >= 0) & (picked > 0.5 * NEVER)
 
 
 _Distances = tuple[jax.Array, jax.Array, jax.Array]
@@ -90,25 +100,28 @@ def _distances_forward(
     log_sum = jax.nn.logsumexp(logits, axis=-1)
     log_q = logits - log_sum[..., None]
     q, p = jnp.exp(log_q), jnp.exp(teacher - log_partition[..., None])
-    mass = jnp.sum(p, axis=-1)
+    possible = logits > 0.5 * NEVER
+    mass = jnp.sum(jnp.where(possible, p, 0.0), axis=-1)
     picked = jnp.take_along_axis(logits, jnp.maximum(labels, 0)[..., None], axis=-1)[..., 0]
-    ce = jnp.where(labels >= 0, log_sum - picked, 0.0)
-    soft_ce = -jnp.sum(p * log_q, axis=-1)
-    tv = jnp.sum(jnp.abs(q - p), axis=-1) + jnp.maximum(1.0 - mass, 0.0)
+    ce = jnp.where(_drawn(logits, labels), log_sum - picked, 0.0)
+    soft_ce = -jnp.sum(jnp.where(possible, p * log_q, 0.0), axis=-1)
+    tv = jnp.sum(jnp.abs(q - p), axis=-1) + jnp.maximum(1.0 - jnp.sum(p, axis=-1), 0.0)
     lean = jnp.sum(jnp.sign(q - p) * q, axis=-1)
     return (ce, soft_ce, tv), (logits, labels, teacher, log_partition, log_sum, mass, lean)
 
 
 def _distances_backward(kept: tuple[jax.Array, ...], of: _Distances) -> tuple[jax.Array, None, None, None]:
-    """d ce = q - 1[label], d soft_ce = (sum p) q - p, d tv = q (s - sum_u s_u q_u) with s the sign of q - p."""
+    """d ce = q - 1[label]; d soft_ce = (sum p) q - p, over what is possible; d tv = q (s - sum_u s_u q_u), s the sign of
+    q - p."""
     logits, labels, teacher, log_partition, log_sum, mass, lean = kept
     of_ce, of_soft, of_tv = of
-    of_ce = jnp.where(labels >= 0, of_ce, 0.0)
+    of_ce = jnp.where(_drawn(logits, labels), of_ce, 0.0)
     q, p = jnp.exp(logits - log_sum[..., None]), jnp.exp(teacher - log_partition[..., None])
     # Per slot: what multiplies q, then what the label, p and the sign add.
     of_q = of_ce + of_soft * mass - of_tv * lean
     ids_V = jax.lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1)
-    of_logits = q * (of_q[..., None] + of_tv[..., None] * jnp.sign(q - p)) - of_soft[..., None] * p
+    of_logits = q * (of_q[..., None] + of_tv[..., None] * jnp.sign(q - p))
+    of_logits -= of_soft[..., None] * jnp.where(logits > 0.5 * NEVER, p, 0.0)
     return of_logits - jnp.where(ids_V == labels[..., None], of_ce[..., None], 0.0), None, None, None
 
 
@@ -156,8 +169,9 @@ def numerator(terms: SlotTerms, config: LossConfig, shares: Shares) -> jax.Array
     """The loss before its division. It is linear in the terms: sums of it over parts of a batch, and gradients of
     those sums, are divided by the weight of the whole batch."""
     hard, base = config.ce * terms.ce + config.tv * terms.tv, config.ce * terms.base_ce + config.tv * terms.base_tv
-    hard = (1.0 - shares.base) * hard + shares.base * base
-    return shares.soft * terms.soft_ce + (1.0 - shares.soft) * hard + config.confidence * terms.confidence
+    hard = (1.0 - shares.base) * hard + shares.base * base + config.base_ce * terms.base_ce
+    soft = terms.soft_ce + config.base_ce * terms.base_soft_ce
+    return shares.soft * soft + (1.0 - shares.soft) * hard + config.confidence * terms.confidence
 
 
 def denominator(sums: LossSums) -> jax.Array:
@@ -171,7 +185,8 @@ def total_loss(
     """The loss and its parts. `shares.soft` moves weight from the paper's CE and TV to the soft cross-entropy against
     the teacher's law, whose gradient does not vanish while the drafter still knows nothing."""
     means = jax.tree.map(lambda term: term / denominator(sums), sums.terms)
-    shown = {name: value for name, value in means._asdict().items() if config.base_until or "base" not in name}
+    reads_base = config.base_until or config.base_ce
+    shown = {name: value for name, value in means._asdict().items() if reads_base or "base" not in name}
     metrics = shown | {"tau": 1.0 + sums.accepted / jnp.maximum(sums.blocks, 1.0)}
     return numerator(means, config, shares or Shares()), metrics
 

@@ -34,6 +34,8 @@ _RULES: tuple[tuple[str, _Spec], ...] = (
     (r"layers(_\d+)?/o", ("fsdp", "tensor", None)),
     (r"layers(_\d+)?/(gate|up)", ("tensor", "fsdp")),
     (r"layers(_\d+)?/down", ("fsdp", "tensor")),
+    (r"layers(_\d+)?/\w+_conv/base_kernel", (None, None, None)),
+    (r"layers(_\d+)?/\w+_conv/kernel_projection", (None, None, None, "fsdp")),
     (r"backbone/fc", ("fsdp", None, "tensor")),
     (r"markov/(w1|w2)", ("tensor", "fsdp")),
     (r"markov/(gate|joint|tied|hidden_in|merge)", (None, "fsdp")),
@@ -47,6 +49,8 @@ _RULES: tuple[tuple[str, _Spec], ...] = (
     (r"markov/(cell_gates|out_gate|decay_out|out_gate_out)", (None, None, None)),
     (r"markov/(cell_out|cell_in|cell_beta|decay_in|out_gate_in)", (None, None)),
     (r"markov/(a_log|dt_bias|skip|out_gate_bias)", (None,)),
+    (r"selector/(predecessor|successor)", ("tensor", "fsdp")),
+    (r"selector/\w+_projection", (None, "fsdp")),
     (r"confidence_head/weight", (None,)),
     (r"confidence_head/bias", ()),
 )

@@ -14,8 +14,8 @@ import jax
 from rich.console import Console
 from safetensors import SafetensorError
 
-from dspark_jax.config import Config, ConfigError, DrafterConfig
-from dspark_jax.weights.drafter_files import write_drafter
+from dspark_jax.config import Config, ConfigError
+from dspark_jax.weights.drafter_files import native_format, write_drafter
 from train import data, evaluate, hosts, setup
 from train.checkpoint import Checkpoints, RunFacts, check_drafter
 from train.feed import Feed
@@ -188,7 +188,8 @@ class _Training:
         if not hosts.is_first():
             return
         try:
-            write_drafter(self.workdir / name, _format(run.drafter), run.drafter, params, run.draft_vocabulary, notes)
+            form = native_format(run.drafter)
+            write_drafter(self.workdir / name, form, run.drafter, params, run.draft_vocabulary, notes)
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"{self.workdir / name}: cannot write the drafter ({error}); free some space") from error
 
@@ -216,8 +217,3 @@ def _stop_signals() -> Iterator[Callable[[], bool]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _format(drafter: DrafterConfig) -> str:
-    """DeepSpec's files where they can say what the drafter is; they know no layout but their own."""
-    return "deepspec" if drafter.layout == "anchor_first" else "speculators"

@@ -16,7 +16,7 @@ from dspark_jax import target as target_lib
 from dspark_jax.config import DrafterConfig, LossConfig, OptimizerSettings, TargetConfig, TrainSettings
 from dspark_jax.drafters import base
 from dspark_jax.drafters.base import BlockFeatures, Committed, Frozen
-from dspark_jax.drafters.registry import algorithm
+from dspark_jax.drafters.registry import algorithm, label_scores
 
 Params = dict[str, Any]
 _POSITIONS = 64  # of every row, whose logits over the whole vocabulary exist at a time
@@ -246,10 +246,12 @@ def _chunk_sums(models: StepModels, whole: _Whole, batch: Batch, rows: Any, part
         partition_BAG = base.gather_positions(features.log_partition_BS, teacher_BAG)
     teacher_BAGD = base.gather_positions(features.hidden_BSD, teacher_BAG)
     teacher_BAGV = layers.soft_cap(layers.linear(teacher_BAGD, frozen.head_VD), models.target.logit_softcap)
-    logits_BAGV = algorithm(drafter).draft_logits(drafter, params, frozen, blocks.hidden_BAGD, blocks.latent_BAGR)
-    if models.loss.base_until:
-        base_BAGV = layers.soft_cap(layers.linear(blocks.hidden_BAGD, frozen.head_VD), drafter.logit_softcap)
-    terms = losses.slot_terms(logits_BAGV, blocks.confidence_BAG, labels_BAG, teacher_BAGV, partition_BAG, base_BAGV)
+    logits_BAGV, label_ce_BAG = label_scores(drafter, params, frozen, blocks, labels_BAG)
+    if models.loss.base_until or models.loss.base_ce:
+        base_BAGV = base.parallel_logits(drafter, frozen, blocks.hidden_BAGD)
+    terms = losses.slot_terms(
+        logits_BAGV, blocks.confidence_BAG, labels_BAG, teacher_BAGV, partition_BAG, base_BAGV, label_ce_BAG
+    )
     mask_BAG = supervised_slots(batch.supervised_BS, batch.start_BS, anchors_BA, keep_BA, drafter.num_drafts)
     counted_BAG = mask_BAG.astype(jnp.float32)
     by_slot_2G = jnp.stack([jnp.sum(x, axis=(0, 1)) for x in (terms.acceptance * counted_BAG, counted_BAG)])

@@ -12,10 +12,10 @@ from dspark_jax import load_target, sharding
 from dspark_jax.config import Config, ConfigError, DrafterConfig, TrainSettings, drafter_config, require
 from dspark_jax.drafters import Drafter
 from dspark_jax.drafters.base import Frozen
-from dspark_jax.drafters.drafter import Params, frozen_parts
+from dspark_jax.drafters.drafter import Params, frozen_parts, servable
 from dspark_jax.target import Target, cast_params
 from dspark_jax.verify import inverse_map
-from dspark_jax.weights.drafter_files import read_drafter
+from dspark_jax.weights.drafter_files import check_writable, native_format, read_drafter
 from train import data, hosts
 from train.bigrams import bigram_factors
 from train.conversations import Conversations, Record, load_conversations
@@ -48,10 +48,10 @@ class Run:
         """Target and drafter as they are served, in the target's dtype, on devices of this host."""
         served = cast_params(params, self.config.target.dtype)
         if jax.process_count() == 1:
-            return self.target, Drafter(self.drafter, served, self.weights.frozen)
+            return self.target, servable(self.drafter, served, self.weights.frozen)
         target = dataclasses.replace(self.target, params=hosts.local_copy(self.target.params))
         frozen = frozen_parts(target.params, self.draft_vocabulary)
-        return target, Drafter(self.drafter, hosts.local_copy(served), frozen)
+        return target, servable(self.drafter, hosts.local_copy(served), frozen)
 
     def first_state(self, resumed: bool = False) -> TrainState:
         """The state that a new run begins with, on the mesh: fresh, or the weights of `train.start_from`; W1 and W2 as
@@ -122,8 +122,7 @@ def build(config: Config, draft_vocabulary: list[int] | None) -> Run:
             f"data max_length = {config.data.max_length} exceeds the target's context of {shape.max_length} tokens"
         )
     drafter = drafter_config(config.draft, shape)
-    if drafter.layout != "anchor_first":
-        raise ConfigError(f"draft layout = {drafter.layout!r}: drafters are written in DeepSpec's format, anchor_first")
+    check_writable(native_format(drafter), drafter)
     conversations = load_conversations(config.data, target.tokenizer, shape.vocab_size)
     train, held_out = data.split(conversations.records, config.data.validation_fraction)
     start_params, chosen, counted = None, None, None

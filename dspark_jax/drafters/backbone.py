@@ -6,6 +6,7 @@ when a token is committed and cached for ever; a draft pass costs the rows of it
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 
 from dspark_jax import attention, layers, rotary
 from dspark_jax.config import DrafterConfig
+from dspark_jax.drafters.conv import BlockConv
 from dspark_jax.drafters.gemma_layer import GemmaDraftLayer
 from dspark_jax.kv_cache import Cache
 
@@ -20,6 +22,7 @@ _ones = nn.initializers.ones
 
 # Keys and values of one layer, [..., K, H] each.
 KeyValue = tuple[jax.Array, jax.Array]
+Table = tuple[jax.Array, jax.Array]
 
 
 class DraftLayer(nn.Module):
@@ -41,23 +44,49 @@ class DraftLayer(nn.Module):
         self.up = self.param("up", layers.normal_init, (c.d_ff, c.d_model))
         self.down = self.param("down", layers.normal_init, (c.d_model, c.d_ff))
 
-    def key_value(self, x: jax.Array, table: tuple[jax.Array, jax.Array]) -> KeyValue:
+    def key_value(self, x: jax.Array, table: Table) -> KeyValue:
         """Rotated keys and values of rows x [..., D]. The same weights serve context and block rows."""
         both = layers.linear(x, self.kv)
         k = layers.rms_norm(both[..., 0, :, :], self.k_norm, self.config.norm_eps)
         return layers.rotate(k, table), both[..., 1, :, :]
 
-    def __call__(
-        self, x_BAGD: jax.Array, table: tuple[jax.Array, jax.Array], cache: Cache, limit_BA: jax.Array
-    ) -> jax.Array:
+    def attend(self, u_BAGD: jax.Array, table: Table, cache: Cache, limit_BA: jax.Array) -> jax.Array:
+        """What normed block rows take from the context before `limit` and from each other."""
         c = self.config
-        u_BAGD = layers.rms_norm(x_BAGD, self.attn_norm, c.norm_eps)
         q_BAGNH = layers.rms_norm(layers.linear(u_BAGD, self.q), self.q_norm, c.norm_eps)
         k_BAGKH, v_BAGKH = self.key_value(u_BAGD, table)
         out_BAGNH = cache.attend_block(layers.rotate(q_BAGNH, table), k_BAGKH, v_BAGKH, limit_BA, self.rule)
-        x_BAGD = x_BAGD + layers.linear(out_BAGNH.reshape(*x_BAGD.shape[:-1], -1), self.o.reshape(c.d_model, -1))
-        normed_BAGD = layers.rms_norm(x_BAGD, self.mlp_norm, c.norm_eps)
-        return x_BAGD + layers.gated_mlp(normed_BAGD, self.gate, self.up, self.down)
+        return layers.linear(out_BAGNH.reshape(*u_BAGD.shape[:-1], -1), self.o.reshape(c.d_model, -1))
+
+    def feed_forward(self, u_BAGD: jax.Array) -> jax.Array:
+        return layers.gated_mlp(u_BAGD, self.gate, self.up, self.down)
+
+    def __call__(self, x_BAGD: jax.Array, table: Table, cache: Cache, limit_BA: jax.Array) -> jax.Array:
+        eps = self.config.norm_eps
+        x_BAGD = x_BAGD + self.attend(layers.rms_norm(x_BAGD, self.attn_norm, eps), table, cache, limit_BA)
+        return x_BAGD + self.feed_forward(layers.rms_norm(x_BAGD, self.mlp_norm, eps))
+
+
+class ConvDraftLayer(DraftLayer):
+    """DFlash 2's: a convolution along the block around attention and around the MLP. Context rows have none."""
+
+    def setup(self) -> None:
+        super().setup()
+        self.attention_conv, self.mlp_conv = BlockConv(self.config), BlockConv(self.config)
+
+    def attend(self, u_BAGD: jax.Array, table: Table, cache: Cache, limit_BA: jax.Array) -> jax.Array:
+        plain = super().attend
+        return self.attention_conv(u_BAGD, lambda rows_BAGD: plain(rows_BAGD, table, cache, limit_BA))
+
+    def feed_forward(self, u_BAGD: jax.Array) -> jax.Array:
+        return self.mlp_conv(u_BAGD, super().feed_forward)
+
+
+def layer_class(config: DrafterConfig) -> Any:
+    """The draft layer of a config: a module of a config and a rule."""
+    if config.family == "gemma4":
+        return GemmaDraftLayer
+    return ConvDraftLayer if config.conv_group_size else DraftLayer
 
 
 def layer_rules(config: DrafterConfig) -> list[attention.Rule]:
@@ -77,8 +106,7 @@ class Backbone(nn.Module):
         c = self.config
         self.fc = self.param("fc", layers.normal_init, (c.d_model, len(c.target_layer_ids), c.d_model))
         self.hidden_norm = self.param("hidden_norm", _ones, (c.d_model,))
-        layer = GemmaDraftLayer if c.family == "gemma4" else DraftLayer
-        self.layers = [layer(c, rule) for rule in layer_rules(c)]
+        self.layers = [layer_class(c)(c, rule) for rule in layer_rules(c)]
         self.norm = self.param("norm", _ones, (c.d_model,))
 
     def context(self, taps_BSMD: jax.Array, position_BS: jax.Array) -> list[KeyValue]:

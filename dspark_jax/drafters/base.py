@@ -12,15 +12,19 @@ import jax.numpy as jnp
 
 from dspark_jax.config import DrafterConfig
 from dspark_jax.kv_cache import Cache
+from dspark_jax.layers import linear, soft_cap
 from dspark_jax.sampling import BlockSample, SamplingRows
 
 Params = dict[str, Any]
+# The logit of what a law cannot draw, where it lives on a few candidates of each slot.
+NEVER = -1e30
 
 
 class DraftOutput(NamedTuple):
     """Teacher-forced drafts of A blocks: slot i of a block predicts position anchor + 1 + i.
 
-    `logits_BAGV` is float32 over the draft vocabulary, sequential head included; `confidence_BAG` holds logits of
+    `logits_BAGV` is float32 over the draft vocabulary, sequential head included (`NEVER` where a draft is impossible);
+    `confidence_BAG` holds logits of
     "this draft survives verification, given that the ones before it did", None without a confidence head.
     """
 
@@ -122,6 +126,27 @@ class Algorithm(Protocol):
     ) -> jax.Array:
         """Float32 logits [..., V] over the draft vocabulary, sequential head included."""
         ...
+
+
+class LabelScores(Protocol):
+    """For a law that may give the label no chance at all: its logits [..., V], as `draft_logits`, and a cross-entropy
+    [...] of the labels (draft ids) that can be learnt from. Elsewhere it is that of the logits."""
+
+    def __call__(
+        self, config: DrafterConfig, params: Params, frozen: Frozen, hidden: jax.Array, latent: Any, labels: jax.Array
+    ) -> tuple[jax.Array, jax.Array]: ...
+
+
+class Fold(Protocol):
+    """For a drafter with weights that can be multiplied out once and for all: the same drafter with those products.
+    Elsewhere a drafter is served as it was trained."""
+
+    def __call__(self, config: DrafterConfig, params: Params, frozen: Frozen) -> tuple[DrafterConfig, Params]: ...
+
+
+def parallel_logits(config: DrafterConfig, frozen: Frozen, hidden: jax.Array) -> jax.Array:
+    """Float32 logits [..., V] of hidden states through the target's head, before any sequential part."""
+    return soft_cap(linear(hidden, frozen.head_VD), config.logit_softcap)
 
 
 def previous_tokens(tokens_BS: jax.Array, anchors_BA: jax.Array, num_drafts: int) -> jax.Array:

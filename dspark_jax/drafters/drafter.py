@@ -11,7 +11,7 @@ import numpy as np
 
 from dspark_jax import target as target_lib
 from dspark_jax.config import ConfigError, DrafterConfig
-from dspark_jax.drafters import dspark, registry
+from dspark_jax.drafters import registry
 from dspark_jax.drafters.base import Committed, DraftOutput, Frozen
 from dspark_jax.target import Target
 
@@ -56,6 +56,11 @@ def frozen_parts(target_params: Params, draft_to_target: np.ndarray | None) -> F
     return Frozen(target_params["embed"], head_VD[d2t_V], d2t_V)
 
 
+def servable(config: DrafterConfig, params: Params, frozen: Frozen) -> Drafter:
+    """The drafter as it is served: what can be multiplied out beforehand is."""
+    return Drafter(*registry.fold(config, params, frozen), frozen)
+
+
 def load_drafter(path: str | Path, target: Target, dtype: str = "float32", self_test: bool = False) -> Drafter:
     """Loads a drafter checkpoint for `target`: a folder in one of the public formats (DeepSpec, z-lab, SpecForge,
     speculators), or a Hugging Face Hub id, `org/name` or `org/name@revision`. `dtype` is the compute dtype of its
@@ -78,7 +83,7 @@ def load_drafter(path: str | Path, target: Target, dtype: str = "float32", self_
     check_copies(checkpoint, target.params)
     frozen = frozen_parts(target.params, checkpoint.draft_to_target)
     params = target_lib.cast_params(checkpoint.params, dtype)
-    drafter = Drafter(*dspark.untied(checkpoint.config, params, frozen), frozen)
+    drafter = servable(checkpoint.config, params, frozen)
     if self_test:
         prompts = selftest.questions(target)
         if not prompts:

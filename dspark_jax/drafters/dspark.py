@@ -21,7 +21,7 @@ from dspark_jax.drafters.cells import Previous
 from dspark_jax.drafters.heads import ConfidenceHead, MarkovHead, first_state
 from dspark_jax.drafters.scanned import ScannedRows
 from dspark_jax.kv_cache import Cache, DocumentRows
-from dspark_jax.layers import linear, scaled_embedding, soft_cap
+from dspark_jax.layers import linear, scaled_embedding
 from dspark_jax.sampling import SamplingRows, sample_block
 
 Params = dict[str, Any]
@@ -186,7 +186,7 @@ def teacher_forced_blocks(
 
 def draft_logits(config: DrafterConfig, params: Params, frozen: Frozen, hidden: jax.Array, latent: Any) -> jax.Array:
     """Float32 logits [..., V] over the draft vocabulary, sequential head included."""
-    logits = soft_cap(linear(hidden, frozen.head_VD), config.logit_softcap)
+    logits = base.parallel_logits(config, frozen, hidden)
     if config.markov_rank:
         logits += _apply(config, params, latent, method="bias")
     return logits
@@ -232,6 +232,15 @@ def untied(config: DrafterConfig, params: Params, frozen: Frozen) -> tuple[Draft
     return dataclasses.replace(config, markov_tied=False), params | {"markov": markov}
 
 
+def draft_hidden(
+    config: DrafterConfig, params: Params, frozen: Frozen, caches: Sequence[Cache], first_R: jax.Array,
+    anchor_R: jax.Array,
+) -> jax.Array:  # fmt: skip
+    """Hidden states [R, G, D] of the drafts of one block a request: the parallel pass."""
+    embedded_RAGD = _embed_block(config, frozen, first_R[:, None])
+    return _apply(config, params, embedded_RAGD, anchor_R[:, None], caches, method="block")[:, 0]
+
+
 def propose(
     config: DrafterConfig,
     params: Params,
@@ -246,10 +255,8 @@ def propose(
 ) -> Proposal:
     """See `Algorithm`: one parallel pass, then a scan. A shortlist holds the candidates that the backbone alone ranks
     highest: a step of the head then costs K r in place of V r."""
-    embedded_RAGD = _embed_block(config, frozen, first_R[:, None])
-    hidden_RAGD = _apply(config, params, embedded_RAGD, anchor_R[:, None], caches, method="block")
-    hidden_RGD = hidden_RAGD[:, 0]
-    base_RGV, ids_RGK, support_RGK = soft_cap(linear(hidden_RGD, frozen.head_VD), config.logit_softcap), None, None
+    hidden_RGD = draft_hidden(config, params, frozen, caches, first_R, anchor_R)
+    base_RGV, ids_RGK, support_RGK = base.parallel_logits(config, frozen, hidden_RGD), None, None
     if 0 < shortlist < config.head_rows:
         base_RGV, ids_RGK = jax.lax.top_k(base_RGV, shortlist)
         support_RGK = ids_RGK if frozen.draft_to_target_V is None else frozen.draft_to_target_V[ids_RGK]

@@ -5,16 +5,36 @@ import jax.numpy as jnp
 
 from dspark_jax import kv_cache
 from dspark_jax.config import DrafterConfig
-from dspark_jax.drafters import dspark
-from dspark_jax.drafters.base import Algorithm, Committed, DraftOutput, Frozen, Params
+from dspark_jax.drafters import dflash2, dspark
+from dspark_jax.drafters.base import Algorithm, BlockFeatures, Committed, DraftOutput, Fold, Frozen, LabelScores, Params
 from dspark_jax.kv_cache import LayerCache
 
-_ALGORITHMS: dict[str, Algorithm] = {"dspark": dspark}
+_ALGORITHMS: dict[str, Algorithm] = {"dspark": dspark, "dflash2": dflash2}
+# What only some of them have; see each type for what stands in for it elsewhere.
+_LABEL_SCORES: dict[str, LabelScores] = {"dflash2": dflash2.label_scores}
+_FOLD: dict[str, Fold] = {"dspark": dspark.untied, "dflash2": dflash2.fold}
 
 
 def algorithm(config: DrafterConfig) -> Algorithm:
     """The functions that train and run the drafter of a config."""
     return _ALGORITHMS[config.algorithm]
+
+
+def label_scores(
+    config: DrafterConfig, params: Params, frozen: Frozen, blocks: BlockFeatures, labels_BAG: jax.Array
+) -> tuple[jax.Array, jax.Array | None]:
+    """Logits [B, A, G, V] of teacher-forced blocks and, where it is not simply theirs, the cross-entropy [B, A, G] of
+    the labels (see `LabelScores`)."""
+    score, features = _LABEL_SCORES.get(config.algorithm), (blocks.hidden_BAGD, blocks.latent_BAGR)
+    if score is not None:
+        return score(config, params, frozen, *features, labels_BAG)
+    return algorithm(config).draft_logits(config, params, frozen, *features), None
+
+
+def fold(config: DrafterConfig, params: Params, frozen: Frozen) -> tuple[DrafterConfig, Params]:
+    """The drafter in the form in which it is served (see `Fold`)."""
+    folded = _FOLD.get(config.algorithm)
+    return (config, params) if folded is None else folded(config, params, frozen)
 
 
 def init_caches(config: DrafterConfig, batch: int, length: int, dtype: jnp.dtype) -> list[LayerCache]:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from dspark_jax import kv_cache, layers, rotary
 from dspark_jax.config import DrafterConfig
-from dspark_jax.drafters.backbone import DraftLayer, layer_rules
+from dspark_jax.drafters.backbone import layer_class, layer_rules
 from dspark_jax.kv_cache import DocumentRows
 
 Params = dict[str, Any]
@@ -31,8 +31,8 @@ def alike(config: DrafterConfig) -> bool:
     return config.family != "gemma4" and len(set(layer_rules(config))) == 1
 
 
-def _layer(config: DrafterConfig) -> DraftLayer:
-    return DraftLayer(config, layer_rules(config)[0])
+def _layer(config: DrafterConfig) -> Any:
+    return layer_class(config)(config, layer_rules(config)[0])
 
 
 def context_rows(config: DrafterConfig, params: Params, taps_BSMD: jax.Array, start_BS: jax.Array) -> ScannedRows:

@@ -23,6 +23,7 @@ from dspark_jax.weights.drafter_format import (
     Format,
     leaf_shapes,
     name_table,
+    refuse,
     their_shape,
 )
 from dspark_jax.weights.safetensor_files import TensorFiles, read_json
@@ -33,15 +34,15 @@ _BY_ARCHITECTURE = {
     deepspec.ARCHITECTURE: deepspec.FORMAT,
     deepspec_gemma.ARCHITECTURE: deepspec_gemma.FORMAT,
     zlab.ARCHITECTURE: zlab.FORMAT,
+    zlab.ARCHITECTURE_2: zlab.FORMAT_2,
     specforge.ARCHITECTURE: specforge.FORMAT,
 }
 # Known by name, read by no table here.
 _NOT_READ = {
-    "DFlash2DraftModel": "DFlash 2",
     "Eagle3Speculator": "EAGLE-3",
     "LlamaForCausalLMEagle3": "EAGLE-3",
     "Qwen3Eagle3Model": "EAGLE-3",
-    "dflash2": "DFlash 2",
+    "dflash2": "DFlash 2 as speculators stores it",
     "eagle3": "EAGLE-3",
 }
 # May a copy of a frozen matrix have been rounded to bfloat16 on the way? It may.
@@ -67,6 +68,7 @@ class DrafterCheckpoint:
         """One line: what it was taken for."""
         c = self.config
         kind = "DSpark" if c.markov_rank or c.confidence_head else "DFlash"
+        kind = "DFlash 2" if c.algorithm == "dflash2" else kind
         taps = ", ".join(map(str, c.target_layer_ids))
         return f"{self.form.title} format, {kind}, {c.layout}, {c.num_drafts} drafts a block, target layers {taps}"
 
@@ -162,11 +164,7 @@ def write_drafter(
     Both files are written beside the directory first and then moved into it. Raises ConfigError for a format that is
     not written here, or that cannot hold this drafter.
     """
-    form = FORMATS.get(format_name)
-    if form is deepspec.FORMAT and config.family == "gemma4":
-        form = deepspec_gemma.FORMAT
-    if form is None or form.describe is None:
-        raise ConfigError(f"format {format_name!r} cannot be written; choose one of {', '.join(WRITABLE)}")
+    form, describe = _writer(format_name, config)
     number = None if dtype is None else np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     tensors: dict[str, np.ndarray] = {}
     for name, entry in name_table(form.table, config).items():
@@ -179,7 +177,7 @@ def write_drafter(
         tensors["d2t"] = ids - np.arange(len(ids))
         tensors["t2d"] = np.isin(np.arange(config.vocab_size), ids)
     stored = str(tensors["fc.weight"].dtype)
-    raw = form.describe(config, Description(stored, notes))
+    raw = describe(config, Description(stored, notes))
     tensors |= {name: np.ascontiguousarray(copy) for name, copy in (copies or {}).items()}
     directory = Path(directory)
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -189,6 +187,32 @@ def write_drafter(
         directory.mkdir(exist_ok=True)
         for name in ("model.safetensors", "config.json"):
             (Path(scratch) / name).replace(directory / name)
+
+
+def native_format(config: DrafterConfig) -> str:
+    """The format in which a training run writes its drafter: DeepSpec's where it can say what the drafter is."""
+    if config.algorithm == "dflash2":
+        return zlab.FORMAT_2.name
+    return deepspec.FORMAT.name if config.layout == "anchor_first" else speculators.FORMAT.name
+
+
+def check_writable(format_name: str, config: DrafterConfig) -> None:
+    """Raises ConfigError where `write_drafter` would, before there is anything to write."""
+    _, describe = _writer(format_name, config)
+    describe(config, Description("float32", {}))
+
+
+def _writer(format_name: str, config: DrafterConfig) -> tuple[Format, Any]:
+    """The format of this name that stores drafters of this kind, and its `describe`."""
+    form = FORMATS.get(format_name)
+    if form is deepspec.FORMAT and config.family == "gemma4":
+        form = deepspec_gemma.FORMAT
+    if form is zlab.FORMAT and config.algorithm == "dflash2":
+        form = zlab.FORMAT_2
+    if form is None or form.describe is None:
+        raise ConfigError(f"format {format_name!r} cannot be written; choose one of {', '.join(WRITABLE)}")
+    refuse(form.title, {f"a drafter of algorithm {config.algorithm!r}": form.algorithm != config.algorithm})
+    return form, form.describe
 
 
 def _check_target(config: DrafterConfig, target: TargetConfig, where: Path) -> None:

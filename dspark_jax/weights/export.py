@@ -3,7 +3,7 @@
     python -m dspark_jax.weights.export CHECKPOINT --format deepspec|speculators|zlab OUT
 
 CHECKPOINT is a drafter's folder in any format that is read here, a training run's folder, or a Hub id. Weights are
-stored as they are, bit for bit.
+stored as they are, bit for bit, except that --target multiplies tied codebooks out into the tables that others read.
 """
 
 import dataclasses
@@ -16,6 +16,8 @@ import numpy as np
 import tyro
 
 from dspark_jax.config import ConfigError
+from dspark_jax.drafters import registry
+from dspark_jax.drafters.drafter import frozen_parts
 from dspark_jax.weights import cli
 from dspark_jax.weights.drafter_files import DrafterCheckpoint, check_copies, open_drafter, write_drafter
 from dspark_jax.weights.drafter_format import EMBEDDING, HEAD
@@ -29,7 +31,7 @@ class Args:
     out: Annotated[str, tyro.conf.Positional]
     """Folder to write, new or empty."""
     format: Literal["deepspec", "speculators", "zlab"]
-    """deepspec: what DeepSpec trains. speculators: what vLLM serves. zlab: DFlash without heads, fill_in."""
+    """deepspec: what DeepSpec trains. speculators: what vLLM serves. zlab: DFlash without heads, fill_in; DFlash 2."""
     target: str = ""
     """The drafter's target, to check it and to put its embedding and head beside the drafter."""
 
@@ -62,6 +64,7 @@ def export(checkpoint_path: str, out: str, format_name: str, target_path: str = 
         known = {"target": target_config.name, "chat_template": tokenizer.template_hash if tokenizer else None}
         recorded = {key: value for key, value in notes["trained_on"].items() if value is not None}
         notes["trained_on"] = notes["trained_on"] | known | recorded
+        checkpoint = _folded(checkpoint, target_params)
     if format_name == "zlab":
         copies = {}
     write_drafter(
@@ -69,6 +72,13 @@ def export(checkpoint_path: str, out: str, format_name: str, target_path: str = 
     )
     beside = f"with the target's {' and '.join(copies)}" if copies else "without the target's embedding and head"
     print(f"{out}: {checkpoint.summary.replace(checkpoint.form.title, format_name)}; {beside}")
+
+
+def _folded(checkpoint: DrafterCheckpoint, target_params: dict[str, Any]) -> DrafterCheckpoint:
+    """The checkpoint as other programs know it, with nothing left that needs the target's embedding."""
+    frozen = frozen_parts(target_params, checkpoint.draft_to_target)
+    config, params = registry.fold(checkpoint.config, checkpoint.params, frozen)
+    return dataclasses.replace(checkpoint, config=config, params=params)
 
 
 def trained_on(checkpoint: DrafterCheckpoint) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from dspark_jax.config import SIZE_FIELDS
+from dspark_jax.config import SIZE_FIELDS, DrafterConfig
 from dspark_jax.weights import cli
 from dspark_jax.weights.drafter_files import WRITABLE, DrafterCheckpoint, open_drafter
 from dspark_jax.weights.export import trained_on
@@ -55,12 +55,9 @@ def rows(checkpoint: DrafterCheckpoint) -> Iterator[tuple[str, str]]:
     yield "layers", f"{c.num_layers}: width {c.d_model}, MLP {c.d_ff}, {heads}"
     yield "attention", _attention(checkpoint)
     yield "target layers", f"{', '.join(map(str, c.target_layer_ids))} of {c.num_target_layers} (-1 is the embedding)"
-    sizes = "".join(f", {field.replace('_', ' ')} {getattr(c, field)}" for field in SIZE_FIELDS if getattr(c, field))
-    tied = ", W1 tied to the embedding" if c.markov_tied else ""
-    yield (
-        "sequential head",
-        f"Markov, {c.markov_head_type}, rank {c.markov_rank}{sizes}{tied}" if c.markov_rank else "none",
-    )
+    yield "sequential head", _sequential(c)
+    if c.conv_group_size:
+        yield "convolutions", f"around attention and MLP, coefficients shared by {c.conv_group_size} channels"
     reads = "hidden state and previous token" if c.confidence_with_markov else "hidden state"
     yield "confidence head", f"yes, from the {reads}" if c.confidence_head else "none"
     reduced = f"{c.draft_vocab_size:,} of {c.vocab_size:,} ids" if c.draft_vocab_size else f"all {c.vocab_size:,} ids"
@@ -74,6 +71,17 @@ def rows(checkpoint: DrafterCheckpoint) -> Iterator[tuple[str, str]]:
     fits = f"any target of width {c.d_model}, {c.vocab_size:,} ids and {c.num_target_layers} layers"
     yield "can be served on", f"{told['target']}; in shape, {fits}" if told.get("target") else f"in shape, {fits}"
     yield "can be written as", ", ".join(WRITABLE)
+
+
+def _sequential(c: DrafterConfig) -> str:
+    if c.selector_rank:
+        codes = "projections of the embedding" if c.selector_tied else "tables of their own"
+        return f"selector, rank {c.selector_rank}, {c.selector_top_k} candidates a draft; codebooks are {codes}"
+    if not c.markov_rank:
+        return "none"
+    sizes = "".join(f", {field.replace('_', ' ')} {getattr(c, field)}" for field in SIZE_FIELDS if getattr(c, field))
+    tied = ", W1 tied to the embedding" if c.markov_tied else ""
+    return f"Markov, {c.markov_head_type}, rank {c.markov_rank}{sizes}{tied}"
 
 
 def _attention(checkpoint: DrafterCheckpoint) -> str:
