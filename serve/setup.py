@@ -1,6 +1,7 @@
 """From paths to a compiled engine: what the commands of `serve` share."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,15 @@ def find_drafter(target: str, drafter: Path | None) -> Path:
 
 def load_models(target: str, drafter: Path | None) -> tuple[Target, Drafter, Path]:
     """Target and drafter in the dtype that is fast on this machine, and where the drafter lies."""
-    path = find_drafter(target, drafter)
+    loaded, ((draft, path),) = load_several(target, [drafter])
+    return loaded, draft, path
+
+
+def load_several(target: str, drafters: Sequence[Path | None]) -> tuple[Target, list[tuple[Drafter, Path]]]:
+    """A target with several drafters, each with its folder; see `load_models`."""
+    paths = [find_drafter(target, drafter) for drafter in drafters]
     loaded = load_target(target, fast_dtype())
-    return loaded, load_drafter(path, loaded, str(loaded.dtype)), path
+    return loaded, [(load_drafter(path, loaded, str(loaded.dtype)), path) for path in paths]
 
 
 def load_engine(target: str, drafter: Path | None, **sizes: Any) -> Engine:
