@@ -24,7 +24,7 @@ from serve.setup import cache_programs, load_several
 from serve.suite_args import Args, Sizes
 from serve.suite_cells import KINDS, Contender, Lab, Result, Tell, replay_limit
 from serve.suite_sets import PromptSet, encode_sets, find_sets
-from serve.suite_store import FORMAT, Cell, Store
+from serve.suite_store import FORMAT, Cell, Store, finite
 
 PACKAGES = ("dspark-jax", "jax", "jaxlib", "flax", "numpy", "transformers")
 
@@ -191,7 +191,7 @@ def main(argv: Sequence[str]) -> int:
             )  # fmt: skip
             progress.update(task, description="statistics and pictures")
             command = shlex.join(["python", "-m", "serve.bench", *argv])
-            result = about(args, sizes, lab, command) | suite_numbers.answers(lab, cells, done, sizes.tokens)
+            result = finite(about(args, sizes, lab, command) | suite_numbers.answers(lab, cells, done, sizes.tokens))
             result["against"] = suite_against.compare(earlier, result) if earlier else None
             report.write_json(out / "results.json", result)
             suite_report.write(result, out)

@@ -112,14 +112,14 @@ def _speeds(old: Mapping[str, Any], new: Mapping[str, Any], names: Mapping[str, 
     """Full rounds a second and tokens a second under load."""
     rows = []
     for what, of in (("full rounds/s", _rounds), ("tokens/s under load", _loads)):
-        before = {(names[k[0]], *k[1:]): values for k, values in of(old).items() if k[0] in names}
+        before = {(names[a], b, c): values for (a, b, c), values in of(old).items() if a in names}
         for key, values in of(new).items():
             if key in before:
                 rows.append({"drafter": key[0], "what": what, "where": ", ".join(key[1:])} | ratio(before[key], values))
     return rows
 
 
-def _rounds(result: Mapping[str, Any]) -> dict[tuple[str, ...], list[float]]:
+def _rounds(result: Mapping[str, Any]) -> dict[tuple[str, str, str], list[float]]:
     return {
         (r["drafter"], f"{r['requests']} requests", f"block {r['block']}" if r["block"] else "plain"):
             [1 / s for s in r["seconds"]]
@@ -127,8 +127,8 @@ def _rounds(result: Mapping[str, Any]) -> dict[tuple[str, ...], list[float]]:
     }  # fmt: skip
 
 
-def _loads(result: Mapping[str, Any]) -> dict[tuple[str, ...], list[float]]:
-    values: dict[tuple[str, ...], list[float]] = {}
+def _loads(result: Mapping[str, Any]) -> dict[tuple[str, str, str], list[float]]:
+    values: dict[tuple[str, str, str], list[float]] = {}
     for r in result["load"]:
         values.setdefault((r["drafter"], f"{r['users']} users", r["policy"]), []).append(r["tokens_per_second"])
     return values
