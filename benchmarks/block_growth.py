@@ -9,7 +9,6 @@ sequential head over a shortlist. Weights are random: time does not depend on th
 import dataclasses
 import statistics
 import sys
-import time
 from pathlib import Path
 
 import jax
@@ -19,7 +18,7 @@ from rich.table import Table
 from dspark_jax import ConfigError, Drafter, SamplingParams
 from dspark_jax.drafters import dspark
 from dspark_jax.target import cast_params
-from serve import report
+from serve import profile, report
 from serve.engine import Engine, EngineConfig
 from serve.setup import load_models
 
@@ -54,18 +53,13 @@ def time_rounds(args: Args) -> list[dict[str, float]]:
             )  # fmt: skip
             engine = Engine(target, Drafter(config, params, shipped.frozen), sizes)
             engine.compile([("prefill", 64), ("round", args.requests, args.tokens)])
-            for slot in range(args.requests):
-                engine.prefill(slot, [1] * 64, 0, slot, SamplingParams(0.0), [2 * slot, 2 * slot + 1])
+            profile.fill(engine, SamplingParams(0.0))
             engines.append((block, head, engine))
     times: dict[tuple[int, bool], list[float]] = {}
     slots = list(range(args.requests))
     for _ in range(args.repeats + 1):  # in turn, so that noise of the machine falls on all
         for block, head, engine in engines:
-            before = jax.tree.map(lambda x: x.copy(), engine.state.slots)
-            start = time.perf_counter()
-            jax.block_until_ready(engine.round(slots, args.tokens, engine.knobs(by_survival=False)))
-            times.setdefault((block, head), []).append(time.perf_counter() - start)
-            engine.state = engine.state._replace(slots=before)
+            times.setdefault((block, head), []).append(profile.once(engine, slots, args.tokens))
     median = {key: statistics.median(values[1:]) for key, values in times.items()}
     first = args.blocks[0]
     return [

@@ -111,7 +111,7 @@ def _distances_forward(
 
 
 def _distances_backward(kept: tuple[jax.Array, ...], of: _Distances) -> tuple[jax.Array, None, None, None]:
-    """d ce = q - 1[label]; d soft_ce = (sum p) q - p, over what is possible; d tv = q (s - sum_u s_u q_u), s the sign of
+    """d ce = q - 1[label]; d soft_ce = (sum p) q - p over what is possible; d tv = q (s - sum_u s_u q_u), s the sign of
     q - p."""
     logits, labels, teacher, log_partition, log_sum, mass, lean = kept
     of_ce, of_soft, of_tv = of

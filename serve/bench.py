@@ -2,6 +2,7 @@
 
     python -m serve.bench [--target PATH --drafter PATH] [--prompts FILE] [--json OUT]
     python -m serve.bench --load ...         # requests that come and go, see serve/load.py
+    python -m serve.bench --suite quick ...  # seven questions and a report, see serve/suite.py
 
 Without arguments: the embedded SmolLM2-135M, the drafter in assets/, built-in prompts of mathematics, code and chat.
 """
@@ -18,7 +19,7 @@ import tyro
 
 from dspark_jax import ConfigError, Drafter, Target
 from dspark_jax.weights.locate import EMBEDDED
-from serve import load, profile, report
+from serve import load, profile, report, suite
 from serve.calibration import read_temperatures
 from serve.cells import Bench, Prompts
 from serve.engine import Engine, EngineConfig
@@ -136,6 +137,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     if "--load" in argv:
         return load.main([argument for argument in argv if argument != "--load"])
+    if any(argument == "--suite" or argument.startswith("--suite=") for argument in argv):
+        return suite.main(argv)
     try:
         args = tyro.cli(Args, args=argv, description=__doc__)
         # Cheap checks first: nobody should wait minutes to hear of a wrong path.

@@ -9,7 +9,7 @@ The temperatures go to calibration.json beside the drafter, where the engine fin
 
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from serve.prompts import choose_prompts, encode
 from serve.setup import cache_programs, load_models
 
 LEAST_BLOCKS = 50  # of each split: fewer say nothing about 20 bins
+LEAST_IN_BIN = 5  # of a reliability diagram
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,24 +89,34 @@ def run(
                         batch_size=batch_size)  # fmt: skip
         generations += done
         on_prompts(len(part))
+    temperatures, result, held = fit(generations, eos, config.num_drafts)
+    return temperatures, {"sampling": dataclasses.asdict(sampling), "new_tokens": new_tokens} | result, held
+
+
+def fit(
+    generations: Sequence[Generation], eos_token_ids: Sequence[int], num_drafts: int
+) -> tuple[np.ndarray, dict[str, Any], Rollouts]:
+    """`run` on texts whose every draft was verified. Domains should take turns (`interleave`).
+
+    Raises ConfigError for too few blocks.
+    """
     # Every fourth prompt chooses, every fourth reports: domains that follow each other in a file fall in all splits.
-    fit, choose, held = (
-        collect([g for i, g in enumerate(generations) if i % 4 in which], eos, config.num_drafts)
+    fitting, choose, held = (
+        collect([g for i, g in enumerate(generations) if i % 4 in which], eos_token_ids, num_drafts)
         for which in ((0, 2), (1,), (3,))
     )
-    smallest = min(len(part.accepted_N) for part in (fit, choose, held))
+    smallest = min(len(part.accepted_N) for part in (fitting, choose, held))
     if smallest < LEAST_BLOCKS:
         raise ConfigError(
             f"a split has only {smallest} drafted blocks, {LEAST_BLOCKS} are needed: give more prompts or more tokens"
         )
-    ones = np.ones(config.num_drafts, np.float32)
-    fitted = calibrate.fit_temperatures(fit.logits_NG, fit.accepted_N, fit.mask_NG)
+    ones = np.ones(num_drafts, np.float32)
+    fitted = calibrate.fit_temperatures(fitting.logits_NG, fitting.accepted_N, fitting.mask_NG)
     helps = sum(quality(choose, fitted)["ece"]) < sum(quality(choose, ones)["ece"])
     temperatures = fitted if helps else ones
+    blocks = {"fit": len(fitting.accepted_N), "choose": len(choose.accepted_N), "held_out": len(held.accepted_N)}
     result = {
-        "sampling": dataclasses.asdict(sampling),
-        "new_tokens": new_tokens,
-        "blocks": {"fit": len(fit.accepted_N), "choose": len(choose.accepted_N), "held_out": len(held.accepted_N)},
+        "blocks": blocks,
         "kept": bool(helps),
         "before": quality(held, ones),
         "after": quality(held, temperatures),
@@ -127,21 +138,30 @@ def show(result: dict[str, Any], temperatures: np.ndarray, console: Console) -> 
         console.print("The fitted temperatures did not help on prompts they had not seen: kept at 1.")
 
 
-def plot(held: Rollouts, temperatures: np.ndarray, path: Path) -> None:
+def diagrams(held: Rollouts, temperatures: np.ndarray) -> list[dict[str, list[list[float]]]]:
+    """For each prefix length the filled bins [predicted, share accepted, count] of the survival, before and after."""
+    result: list[dict[str, list[list[float]]]] = []
+    for k in range(held.logits_NG.shape[1]):
+        kept, lines = held.mask_NG[:, k], {}
+        for name, scale in (("before", np.ones_like(temperatures)), ("after", temperatures)):
+            survival_NG = np.asarray(calibrate.survival(held.logits_NG.astype(np.float32), scale))
+            bins = calibrate.reliability(survival_NG[kept, k], held.accepted_N[kept] > k, bins=10)
+            points = zip(bins.mean_prediction, bins.mean_label, bins.count, strict=True)
+            lines[name] = [[float(x), float(y), int(n)] for x, y, n in points if n >= LEAST_IN_BIN]
+        result.append(lines)
+    return result
+
+
+def plot(lines_G: Sequence[Mapping[str, Sequence[Sequence[float]]]], path: Path) -> None:
     """Reliability diagrams by position, before and after scaling."""
     from matplotlib.figure import Figure
 
-    num_drafts = held.logits_NG.shape[1]
-    figure = Figure(figsize=(2.6 * num_drafts, 2.9), layout="constrained")
-    axes = figure.subplots(1, num_drafts, sharey=True, squeeze=False)[0]
-    for k, axis in enumerate(axes):
+    figure = Figure(figsize=(2.6 * len(lines_G), 2.9), layout="constrained")
+    axes = figure.subplots(1, len(lines_G), sharey=True, squeeze=False)[0]
+    for k, (axis, lines) in enumerate(zip(axes, lines_G, strict=True)):
         axis.plot([0, 1], [0, 1], color="0.7", linewidth=1)
-        for name, scale in (("before", np.ones(num_drafts, np.float32)), ("after", temperatures)):
-            survival_NG = np.asarray(calibrate.survival(held.logits_NG.astype(np.float32), scale))
-            kept = held.mask_NG[:, k]
-            bins = calibrate.reliability(survival_NG[kept, k], held.accepted_N[kept] > k, bins=10)
-            filled = bins.count >= 5
-            axis.plot(bins.mean_prediction[filled], bins.mean_label[filled], marker="o", markersize=4, label=name)
+        for name, points in lines.items():
+            axis.plot([p[0] for p in points], [p[1] for p in points], marker="o", markersize=4, label=name)
         axis.set_title(f"first {k + 1} stand" if k else "first stands", fontsize=10)
         axis.set_xlabel("predicted")
         axis.set_xlim(0, 1)
@@ -197,7 +217,7 @@ def main() -> int:
         show(result, temperatures, console)
         console.print(f"wrote {write_temperatures(path, temperatures, result)}")
         if args.plot:
-            plot(held, temperatures, args.plot)
+            plot(diagrams(held, temperatures), args.plot)
             console.print(f"wrote {args.plot}")
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -61,7 +61,7 @@ class Bench:
         for start in range(0, len(prompts), requests):
             for policy in policies:
                 on_policy(policy)
-                done[policy].append(self._decode(prompts[start : start + requests], policy, temperature, start))
+                done[policy].append(self.decode(prompts[start : start + requests], policy, temperature, start))
         texts = {policy: [g.tokens for batch in done[policy] for g in batch.generations] for policy in policies}
         rows, differences = [], []
         for policy in policies:
@@ -78,7 +78,8 @@ class Bench:
                 differences += found
         return Cell(rows, differences)
 
-    def _decode(self, prompts: Sequence[Sequence[int]], policy: str, temperature: float, first: int) -> Batch:
+    def decode(self, prompts: Sequence[Sequence[int]], policy: str, temperature: float, first: int) -> Batch:
+        """Prompts all at once under a policy; prompt i draws with the bench's seed + first + i."""
         server = Server(self.plain if policy == "off" else self.drafting, policy, self.curves)
         stop = self.target.config.eos_token_ids
         texts = [

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,11 @@ def make_curves(measured: Mapping[Key, float]) -> Curves:
     return Curves(seconds)
 
 
+def from_json(points: Iterable[Mapping[str, Any]]) -> Curves:
+    """The inverse of `Curves.to_json`."""
+    return Curves({(p["requests"], p["tokens"] if p["drafts"] else 0, p["sampled"]): p["seconds"] for p in points})
+
+
 def save(curves: Curves, path: Path, identity: Mapping[str, Any]) -> None:
     """Writes the curves and what they were measured for, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -82,8 +87,6 @@ def load(path: Path, identity: Mapping[str, Any]) -> Curves | None:
         saved = json.loads(path.read_text())
         if saved["identity"] != dict(identity):
             return None
-        return Curves(
-            {(e["requests"], e["tokens"] if e["drafts"] else 0, e["sampled"]): e["seconds"] for e in saved["curves"]}
-        )
+        return from_json(saved["curves"])
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -23,6 +23,10 @@ def average(rows: Sequence[Row]) -> list[dict[str, Any]]:
             numbers = [row[name] for row in group if row[name] is not None]
             if isinstance(value, float) and numbers:
                 mean[name] = float(np.mean(numbers))
+        mean["by_domain"] = {
+            domain: {key: float(np.mean([row["by_domain"][domain][key] for row in group])) for key in drafts}
+            for domain, drafts in group[0]["by_domain"].items()
+        }
         means.append(mean)
     return means
 
@@ -49,7 +53,7 @@ def _lines(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 def _pareto(rows: Sequence[Row], path: Path) -> None:
     title = "Throughput against speed for each user; numbers are users"
-    figure, axes = _picture(title, "tokens a second a user (median)", "tokens a second, all users")
+    figure, axes = picture(title, "tokens a second a user (median)", "tokens a second, all users")
     for policy, line in _lines(rows).items():
         x = [row["tokens_per_second_per_user_p50"] for row in line]
         y = [row["tokens_per_second"] for row in line]
@@ -87,7 +91,7 @@ def _domains(rows: Sequence[Row], path: Path) -> None:
 
 def _drafts(title: str, lines: Mapping[str, tuple[list[int], list[float], list[float]]], path: Path) -> None:
     """Users, verified and accepted drafts of each line."""
-    figure, axes = _picture(title, "users", "drafts a request and round")
+    figure, axes = picture(title, "users", "drafts a request and round")
     for name, (users, verified, accepted) in lines.items():
         (drawn,) = axes.plot(users, verified, marker="o", label=name)
         axes.plot(users, accepted, marker="x", linestyle=":", color=drawn.get_color())
@@ -96,7 +100,8 @@ def _drafts(title: str, lines: Mapping[str, tuple[list[int], list[float], list[f
     figure.savefig(path, dpi=120)
 
 
-def _picture(title: str, x: str, y: str) -> tuple[Figure, Axes]:
+def picture(title: str, x: str, y: str) -> tuple[Figure, Axes]:
+    """An empty plot with its words."""
     figure = Figure(figsize=(6.5, 4.2), layout="constrained")
     axes = figure.subplots()
     axes.set_title(title)

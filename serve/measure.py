@@ -66,21 +66,48 @@ def bootstrap(
     Units must be independent: prompts or batches, not rounds, which depend on each other within a text.
     """
     rng = np.random.default_rng(seed)
-    values = [statistic(rng.integers(0, size, size)) for _ in range(samples)]
-    low, high = np.quantile(values, [(1 - level) / 2, (1 + level) / 2])
+    return interval(np.array([statistic(rng.integers(0, size, size)) for _ in range(samples)]), level)
+
+
+def interval(draws: np.ndarray, level: float = 0.95) -> tuple[float, float]:
+    """The middle `level` of bootstrap draws."""
+    low, high = np.quantile(draws, [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)
+
+
+class PromptCounts(NamedTuple):
+    """One entry a prompt: tokens that its rounds added, and how many rounds it had."""
+
+    emitted_N: np.ndarray
+    rounds_N: np.ndarray
+
+
+def count_prompts(generations: Sequence[Generation], eos_token_ids: Collection[int] = ()) -> PromptCounts:
+    """The accepted length of some prompts is the sum of the first over the sum of the second."""
+    counts = [count_rounds([generation], eos_token_ids) for generation in generations]
+    return PromptCounts(np.array([c.emitted_N.sum() for c in counts]), np.array([c.emitted_N.size for c in counts]))
+
+
+def accepted_length_draws(sets: Sequence[PromptCounts], samples: int = 1000, seed: int = 0) -> np.ndarray:
+    """Bootstrap draws of the mean over sets of their accepted lengths; prompts are drawn within each set.
+
+    Every prompt must have rounds. Sets of the same sizes and the same seed draw the same prompts: differences of two
+    results are then paired.
+    """
+    draws = np.zeros(samples)
+    for number, counts in enumerate(sets):
+        size = counts.rounds_N.size
+        index = np.random.default_rng((seed, number)).integers(0, size, (samples, size))
+        draws += counts.emitted_N[index].sum(axis=1) / counts.rounds_N[index].sum(axis=1)
+    return draws / len(sets)
 
 
 def accepted_length_interval(
     generations: Sequence[Generation], eos_token_ids: Collection[int] = ()
 ) -> tuple[float, float] | None:
     """95 % bootstrap interval of the accepted length over prompts. None for fewer than two prompts with rounds."""
-    counts = [count_rounds([generation], eos_token_ids) for generation in generations if generation.rounds]
-    if len(counts) < 2:
-        return None
-    emitted_N = np.array([c.emitted_N.sum() for c in counts])
-    rounds_N = np.array([c.emitted_N.size for c in counts])
-    return bootstrap(lambda index: emitted_N[index].sum() / rounds_N[index].sum(), len(counts))
+    counts = count_prompts([generation for generation in generations if generation.rounds], eos_token_ids)
+    return interval(accepted_length_draws([counts])) if counts.rounds_N.size >= 2 else None
 
 
 class Speed(NamedTuple):

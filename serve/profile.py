@@ -67,16 +67,10 @@ def measure(
 
 
 def _measure(engine: Engine, sampled: tuple[bool, ...], on_point: Callable[[str], None] | None) -> dict[Key, float]:
-    config = engine.config
     engine.reset()
-    prompt = [1] * min(max(config.prefill_lengths), config.max_context // 2)
-    pages_each = config.pages // config.max_requests
     seconds: dict[Key, float] = {}
     for is_sampled in sampled:
-        params = SamplingParams(temperature=1.0 if is_sampled else 0.0)
-        for slot in range(config.max_requests):
-            pages = range(slot * pages_each, (slot + 1) * pages_each)
-            engine.prefill(slot, prompt, 0, slot, params, list(pages))
+        fill(engine, SamplingParams(temperature=1.0 if is_sampled else 0.0))
         for requests in engine.request_buckets:
             slots = list(range(requests))
             for tokens in (0, *engine.token_buckets.get(requests, ())):
@@ -87,18 +81,33 @@ def _measure(engine: Engine, sampled: tuple[bool, ...], on_point: Callable[[str]
     return seconds
 
 
-def _time(engine: Engine, slots: list[int], tokens: int) -> float:
+def fill(engine: Engine, params: SamplingParams) -> None:
+    """Puts a prompt of half the longest length into every slot."""
+    config = engine.config
+    prompt = [1] * min(max(config.prefill_lengths), config.max_context // 2)
+    pages_each = config.pages // config.max_requests
+    for slot in range(config.max_requests):
+        pages = range(slot * pages_each, (slot + 1) * pages_each)
+        engine.prefill(slot, prompt, 0, slot, params, list(pages))
+
+
+def once(engine: Engine, slots: list[int], tokens: int) -> float:
+    """Seconds of one round in `tokens` packed places, 0 for a plain one.
+
+    Every call sees the same contexts: what the round appended is rolled back by length.
+    """
+    before = jax.block_until_ready(jax.tree.map(lambda x: x.copy(), engine.state.slots))
     knobs = engine.knobs(by_survival=False) if tokens else None
-    slots_before = jax.tree.map(lambda x: x.copy(), engine.state.slots)
-    times = []
-    for _ in range(REPEATS + 1):
-        start = time.perf_counter()
-        output = engine.round(slots, tokens, knobs) if knobs is not None else engine.plain(slots)
-        jax.block_until_ready(output)
-        times.append(time.perf_counter() - start)
-    # Every point sees the same contexts: what the rounds appended is rolled back by length.
-    engine.state = engine.state._replace(slots=slots_before)
-    return statistics.median(times[1:])
+    start = time.perf_counter()
+    output = engine.round(slots, tokens, knobs) if knobs is not None else engine.plain(slots)
+    jax.block_until_ready(output)
+    seconds = time.perf_counter() - start
+    engine.state = engine.state._replace(slots=before)
+    return seconds
+
+
+def _time(engine: Engine, slots: list[int], tokens: int) -> float:
+    return statistics.median([once(engine, slots, tokens) for _ in range(REPEATS + 1)][1:])
 
 
 def curves_for(engine: Engine, force: bool = False, on_point: Callable[[str], None] | None = None) -> Curves:

@@ -121,13 +121,18 @@ def _first_turn(record: dict, where: str) -> object:
     raise ConfigError(f"{where}: no turns, prompt or messages; it has {', '.join(record) or 'no fields'}")
 
 
-def encode(target: Target, prompts: Sequence[Prompt], tokens: int) -> dict[str, list[list[int]]]:
-    """Prompts through the target's chat template, by domain. Raises ConfigError naming one that does not fit."""
+def encode_text(target: Target, text: str) -> list[int]:
+    """One user turn through the target's chat template."""
     if target.tokenizer is None:
         raise ConfigError(f"target {target.config.name}: has no tokenizer, so prompts cannot be encoded")
+    return target.tokenizer.chat([{"role": "user", "content": text}], add_generation_prompt=True)
+
+
+def encode(target: Target, prompts: Sequence[Prompt], tokens: int) -> dict[str, list[list[int]]]:
+    """Prompts through the target's chat template, by domain. Raises ConfigError naming one that does not fit."""
     by_domain: dict[str, list[list[int]]] = {}
     for prompt in prompts:
-        ids = target.tokenizer.chat([{"role": "user", "content": prompt.text}], add_generation_prompt=True)
+        ids = encode_text(target, prompt.text)
         if len(ids) + tokens > target.config.max_length:
             raise ConfigError(
                 f"prompt {prompt.text[:40]!r} of {prompt.domain} has {len(ids)} tokens; with {tokens} new ones it"

@@ -110,18 +110,18 @@ def _main_table(rows: Sequence[Row], summary: Sequence[Row]) -> Table:
                 f"{row['temperature']:g}",
                 row["domain"],
                 row["policy"],
-                _number(plain[row["domain"]]["tokens_per_second"], ".1f"),
-                _number(row["tokens_per_second"], ".1f"),
-                _number(row["speedup"], ".2f", "x"),
-                _number(row["accepted_length"], ".2f") + _interval(row["accepted_length_interval"]),
-                " ".join(_number(share, ".0%").rstrip("%") for share in row["acceptance_by_position"]),
-                _number(row["exact_match"], ".0%"),
+                number_text(plain[row["domain"]]["tokens_per_second"], ".1f"),
+                number_text(row["tokens_per_second"], ".1f"),
+                number_text(row["speedup"], ".2f", "x"),
+                number_text(row["accepted_length"], ".2f") + interval_text(row["accepted_length_interval"]),
+                " ".join(number_text(share, ".0%").rstrip("%") for share in row["acceptance_by_position"]),
+                number_text(row["exact_match"], ".0%"),
             )
         table.add_row(
             "", "", "mean", mean["policy"], "", "",
-            _number(mean["speedup"], ".2f", "x"),
-            _number(mean["accepted_length"], ".2f"), "",
-            _number(mean["exact_match"], ".0%"),
+            number_text(mean["speedup"], ".2f", "x"),
+            number_text(mean["accepted_length"], ".2f"), "",
+            number_text(mean["exact_match"], ".0%"),
             style="bold", end_section=True,
         )  # fmt: skip
     return table
@@ -141,11 +141,13 @@ def _time_table(curves: Sequence[Row], num_drafts: int) -> Table:
     return table
 
 
-def _number(value: float | None, form: str, unit: str = "") -> str:
+def number_text(value: float | None, form: str, unit: str = "") -> str:
+    """A number as tables show it; a dash for none."""
     return "-" if value is None else f"{value:{form}}{unit}"
 
 
-def _interval(interval: Sequence[float] | None) -> str:
+def interval_text(interval: Sequence[float] | None) -> str:
+    """An interval to stand behind its number."""
     return "" if interval is None else f" ({interval[0]:.2f}-{interval[1]:.2f})"
 
 
@@ -164,6 +166,6 @@ def write_json(path: Path, result: Mapping[str, Any]) -> None:
         scratch.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n", encoding="utf-8")
         scratch.replace(path)
     except OSError as error:
-        raise ConfigError(f"--json {path}: cannot be written ({error.strerror})") from error
+        raise ConfigError(f"{path}: cannot be written ({error.strerror})") from error
     finally:
         scratch.unlink(missing_ok=True)

@@ -1,6 +1,7 @@
 """From paths to a compiled engine: what the commands of `serve` share."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +32,23 @@ def find_drafter(target: str, drafter: Path | None) -> Path:
 
 
 def load_models(target: str, drafter: Path | None) -> tuple[Target, Drafter, Path]:
-    """Target and drafter in the dtype that is fast on this machine, and where the drafter lies.
+    """Target and drafter in the dtype that is fast on this machine, and where the drafter lies."""
+    loaded, ((draft, path),) = load_several(target, [drafter])
+    return loaded, draft, path
+
+
+def load_several(target: str, drafters: Sequence[Path | None]) -> tuple[Target, list[tuple[Drafter, Path]]]:
+    """A target with several drafters, each with its folder; None is the shipped one.
 
     A drafter that the user brings is first tried on a few lines of the target's own text: one that is served otherwise
     than it was trained drafts badly without any error, and gets a loud DrafterWarning here.
     """
-    path = find_drafter(target, drafter)
+    paths = [find_drafter(target, drafter) for drafter in drafters]
     loaded = load_target(target, fast_dtype())
-    strange = drafter is not None and bool(selftest.questions(loaded))
-    return loaded, load_drafter(path, loaded, str(loaded.dtype), self_test=strange), path
+    asked, dtype = bool(selftest.questions(loaded)), str(loaded.dtype)
+    tested = [asked and drafter is not None for drafter in drafters]
+    made = [load_drafter(path, loaded, dtype, self_test=test) for path, test in zip(paths, tested, strict=True)]
+    return loaded, list(zip(made, paths, strict=True))
 
 
 def load_engine(target: str, drafter: Path | None, **sizes: Any) -> Engine:

@@ -134,7 +134,7 @@ def test_a_difference_is_listed_with_its_margin(
     target: Target, both: tuple[Engine, Engine], curves: Curves, monkeypatch: pytest.MonkeyPatch
 ):
     made = Bench(target, *both, curves, tokens=10, seed=0)
-    real = made._decode
+    real = made.decode
     true = real(PROMPTS["math"], "off", 0.0, 0).generations[0].tokens
     wrong = (true[2] + 1) % 40
 
@@ -144,7 +144,7 @@ def test_a_difference_is_listed_with_its_margin(
             batch.generations[0].tokens[2] = wrong
         return batch
 
-    monkeypatch.setattr(made, "_decode", tampered)
+    monkeypatch.setattr(made, "decode", tampered)
     cell = made.cell("math", PROMPTS["math"], 2, 0.0, ["off", "scheduled"], lambda _: None)
     assert [row["exact_match"] for row in cell.rows] == [None, 0.5]
     (difference,) = cell.differences
