@@ -29,7 +29,8 @@ def live(requests: int, seed: int, policy: str) -> list[tuple[int, Text]]:
             new = int(rng.integers(1, NEW + 1))
             texts.append((which, server.submit(Request(everything[which], new, seed=which))))
         if rng.random() < 0.05 and texts:
-            server.cancel(texts[int(rng.integers(len(texts)))][1])
+            recent = texts[-8:]  # older ones have ended long ago
+            server.cancel(recent[int(rng.integers(len(recent)))][1])
         if rng.random() < 0.01:
             server.run()  # a drain
             assert server.idle
