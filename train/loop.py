@@ -219,5 +219,7 @@ def _stop_signals() -> Iterator[Callable[[], bool]]:
 
 
 def _format(drafter: DrafterConfig) -> str:
-    """DeepSpec's files where they can say what the drafter is; they know no layout but their own."""
+    """DeepSpec's files where they can say what the drafter is; they know no MTP, and no layout but their own."""
+    if drafter.algorithm == "mtp":
+        return "mtp"
     return "deepspec" if drafter.layout == "anchor_first" else "speculators"

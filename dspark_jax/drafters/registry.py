@@ -5,11 +5,11 @@ import jax.numpy as jnp
 
 from dspark_jax import kv_cache
 from dspark_jax.config import DrafterConfig
-from dspark_jax.drafters import dspark
+from dspark_jax.drafters import chain, dspark
 from dspark_jax.drafters.base import Algorithm, Committed, DraftOutput, Frozen, Params
 from dspark_jax.kv_cache import LayerCache
 
-_ALGORITHMS: dict[str, Algorithm] = {"dspark": dspark}
+_ALGORITHMS: dict[str, Algorithm] = {"dspark": dspark, "eagle3": chain, "mtp": chain}
 
 
 def algorithm(config: DrafterConfig) -> Algorithm:

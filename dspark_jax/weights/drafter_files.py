@@ -12,7 +12,18 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from dspark_jax.config import ConfigError, DrafterConfig, TargetConfig
-from dspark_jax.weights import deepspec, deepspec_gemma, hub, specforge, speculators, zlab
+from dspark_jax.weights import (
+    deepspec,
+    deepspec_eagle3,
+    deepspec_gemma,
+    hub,
+    mtp,
+    specforge,
+    specforge_eagle3,
+    speculators,
+    speculators_eagle3,
+    zlab,
+)
 from dspark_jax.weights.config_keys import Keys
 from dspark_jax.weights.drafter_format import (
     EMBEDDING,
@@ -27,22 +38,21 @@ from dspark_jax.weights.drafter_format import (
 )
 from dspark_jax.weights.safetensor_files import TensorFiles, read_json
 
-FORMATS = {one.FORMAT.name: one.FORMAT for one in (deepspec, zlab, specforge, speculators)}
-WRITABLE = tuple(name for name, form in FORMATS.items() if form.describe)
+_MODULES = (deepspec, deepspec_eagle3, zlab, specforge, specforge_eagle3, speculators, speculators_eagle3, mtp)
+FORMATS = {(one.FORMAT.name, one.FORMAT.algorithm): one.FORMAT for one in _MODULES}
 _BY_ARCHITECTURE = {
     deepspec.ARCHITECTURE: deepspec.FORMAT,
+    deepspec_eagle3.ARCHITECTURE: deepspec_eagle3.FORMAT,
     deepspec_gemma.ARCHITECTURE: deepspec_gemma.FORMAT,
     zlab.ARCHITECTURE: zlab.FORMAT,
     specforge.ARCHITECTURE: specforge.FORMAT,
+    specforge_eagle3.ARCHITECTURE: specforge_eagle3.FORMAT,
+    mtp.ARCHITECTURE: mtp.FORMAT,
 }
 # Known by name, read by no table here.
 _NOT_READ = {
     "DFlash2DraftModel": "DFlash 2",
-    "Eagle3Speculator": "EAGLE-3",
-    "LlamaForCausalLMEagle3": "EAGLE-3",
-    "Qwen3Eagle3Model": "EAGLE-3",
     "dflash2": "DFlash 2",
-    "eagle3": "EAGLE-3",
 }
 # May a copy of a frozen matrix have been rounded to bfloat16 on the way? It may.
 _ROUNDING: dict[str, float] = {"rtol": 2**-7, "atol": 1e-5}
@@ -66,9 +76,15 @@ class DrafterCheckpoint:
     def summary(self) -> str:
         """One line: what it was taken for."""
         c = self.config
-        kind = "DSpark" if c.markov_rank or c.confidence_head else "DFlash"
+        block = "DSpark" if c.markov_rank or c.confidence_head else "DFlash"
+        kind = {"eagle3": "EAGLE-3", "mtp": "MTP"}.get(c.algorithm, block)
         taps = ", ".join(map(str, c.target_layer_ids))
         return f"{self.form.title} format, {kind}, {c.layout}, {c.num_drafts} drafts a block, target layers {taps}"
+
+
+def writable(algorithm: str) -> tuple[str, ...]:
+    """The names of the formats that are written for drafters of a kind."""
+    return tuple(name for (name, kind), form in FORMATS.items() if kind == algorithm and form.describe)
 
 
 def recognise(raw: dict[str, Any], where: object) -> Format:
@@ -79,10 +95,13 @@ def recognise(raw: dict[str, Any], where: object) -> Format:
             raise ConfigError(f"{where}: {name!r} is {_NOT_READ[name]}, a kind of drafter that is not read here")
     if kind in speculators.KINDS:
         return speculators.FORMAT
+    if kind == speculators_eagle3.KIND:
+        return speculators_eagle3.FORMAT
     if kind is None and len(architectures) == 1 and architectures[0] in _BY_ARCHITECTURE:
         return _BY_ARCHITECTURE[architectures[0]]
     found = f"speculators_model_type = {kind!r}" if kind is not None else f"architectures = {architectures}"
-    known = f"{', '.join(_BY_ARCHITECTURE)}, or speculators_model_type {' or '.join(speculators.KINDS)}"
+    kinds = " or ".join((*speculators.KINDS, speculators_eagle3.KIND))
+    known = f"{', '.join(_BY_ARCHITECTURE)}, or speculators_model_type {kinds}"
     raise ConfigError(f"{where}: {found} is no drafter known here; known: {known}")
 
 
@@ -107,11 +126,12 @@ def open_drafter(path: str | Path, target: TargetConfig | None = None) -> Drafte
     table = name_table(form.table, config)
     draft_to_target = _read_vocabulary(config, files)
     params = _read_params(config, table, files)
-    copies = {name: files.weight(name) for name in (EMBEDDING, HEAD) if name in files.shapes}
+    copies = {name: files.weight(name) for name in (EMBEDDING, HEAD) if name in files.shapes and name not in table}
     for name in sorted(set(files.shapes) - set(table) - {"d2t", "t2d", EMBEDDING, HEAD}):
         raise ConfigError(f"{directory}: tensor {name!r} is not used by this drafter, so it is another one")
     notes = dict(raw.get(NOTES) or {})
-    notes.pop("num_target_layers", None)
+    for key in ("num_target_layers", "frozen_head"):
+        notes.pop(key, None)
     verifier = (raw.get("speculators_config") or {}).get("verifier") or {}
     if verifier.get("name_or_path") and "trained_on" not in notes:
         notes["trained_on"] = {"target": verifier["name_or_path"]}
@@ -162,11 +182,14 @@ def write_drafter(
     Both files are written beside the directory first and then moved into it. Raises ConfigError for a format that is
     not written here, or that cannot hold this drafter.
     """
-    form = FORMATS.get(format_name)
+    form = FORMATS.get((format_name, config.algorithm))
     if form is deepspec.FORMAT and config.family == "gemma4":
         form = deepspec_gemma.FORMAT
     if form is None or form.describe is None:
-        raise ConfigError(f"format {format_name!r} cannot be written; choose one of {', '.join(WRITABLE)}")
+        raise ConfigError(
+            f"format {format_name!r} cannot be written for {config.algorithm} drafters; choose one of"
+            f" {', '.join(writable(config.algorithm))}"
+        )
     number = None if dtype is None else np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     tensors: dict[str, np.ndarray] = {}
     for name, entry in name_table(form.table, config).items():
@@ -178,7 +201,7 @@ def write_drafter(
         ids = np.asarray(draft_to_target, np.int64)
         tensors["d2t"] = ids - np.arange(len(ids))
         tensors["t2d"] = np.isin(np.arange(config.vocab_size), ids)
-    stored = str(tensors["fc.weight"].dtype)
+    stored = str(number or np.asarray(_leaf(params, "backbone/fc")).dtype)
     raw = form.describe(config, Description(stored, notes))
     tensors |= {name: np.ascontiguousarray(copy) for name, copy in (copies or {}).items()}
     directory = Path(directory)

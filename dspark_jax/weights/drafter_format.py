@@ -12,8 +12,8 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 
-from dspark_jax.config import ConfigError, DrafterConfig, TargetConfig
-from dspark_jax.drafters.dspark import init_params
+from dspark_jax.config import AlgorithmName, ConfigError, DrafterConfig, TargetConfig
+from dspark_jax.drafters.registry import algorithm
 from dspark_jax.weights import rope_keys
 from dspark_jax.weights.config_keys import Keys
 
@@ -81,19 +81,21 @@ class Description(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class Format:
     """`normalise` turns their config.json into ours; it may be told the target. `describe` is the way back, and
-    raises ConfigError for what the format cannot say; None where the format is only read."""
+    raises ConfigError for what the format cannot say; None where the format is only read. A format with several
+    kinds of drafters has one entry, under the same name, for each `algorithm`."""
 
     name: str
     title: str
     table: Mapping[str, Entry]
     normalise: Callable[[Keys, TargetConfig | None], DrafterConfig]
     describe: Callable[[DrafterConfig, Description], dict[str, Any]] | None = None
+    algorithm: AlgorithmName = "dspark"
 
 
 @functools.cache
 def leaf_shapes(config: DrafterConfig) -> dict[str, Shape]:
     """Shape of every trained leaf, by path."""
-    tree = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+    tree = jax.eval_shape(lambda: algorithm(config).init_params(config, jax.random.key(0)))
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {"/".join(key.key for key in path): leaf.shape for path, leaf in flat}
 
