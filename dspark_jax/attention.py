@@ -68,8 +68,10 @@ def causal_attention(
     return out.reshape(q_BSNH.shape)
 
 
-def own_visible(num_rows: int, rule: Rule) -> jax.Array | None:
-    """Which rows u of its own block a row g of a draft block sees, [G, U]; None: all of them."""
+def own_visible(num_rows: int, num_own: int, rule: Rule, own_limit: jax.Array | None) -> jax.Array | None:
+    """Which rows u of its own block a row g of a draft block sees, [G, U] or [1, U]; None: all of them."""
+    if own_limit is not None:
+        return jnp.arange(num_own)[None, :] < own_limit
     row_G1, row_1U = jnp.arange(num_rows)[:, None], jnp.arange(num_rows)[None, :]
     if rule.causal_block:
         visible_GU = row_1U <= row_G1
@@ -86,12 +88,15 @@ def block_attention(
     limit_BA: jax.Array,
     rule: Rule = DEFAULT,
     start_BA: jax.Array | None = None,
+    own_limit: jax.Array | None = None,
 ) -> jax.Array:
     """Draft attention (DSpark, backbone): the rows of a block see context keys t < limit and all of their own block.
 
     A blocks share one context. `limit` is the anchor's position: the target's feature of the anchor itself does
     not exist yet when the block is drafted, so it stays invisible in training too. Result [B, A, G, N, H], float32.
     Where a block's document begins at key `start`, its keys are t >= start and `limit` counts from there.
+    A block that grows row by row asks with its newest row alone, over room for U keys of its own; `own_limit` then says
+    how many of them are there.
     """
     _, num_kv_heads, head_dim, num_keys = context_k_BKHT.shape
     num_rows = q_BAGNH.shape[2]
@@ -109,7 +114,7 @@ def block_attention(
         row_BAG1 = (limit_BA[:, :, None] + jnp.arange(num_rows)[None, None, :])[..., None]
         visible_BAGT = visible_BAGT & (key_T > row_BAG1 - rule.window)
     context = jnp.where(visible_BAGT[:, None, None], _score(context, rule, head_dim), _HIDDEN)
-    own, visible_GU = _score(own, rule, head_dim), own_visible(num_rows, rule)
+    own, visible_GU = _score(own, rule, head_dim), own_visible(num_rows, own.shape[-1], rule, own_limit)
     if visible_GU is not None:
         own = jnp.where(visible_GU[None, None, None, None], own, _HIDDEN)
     # One softmax over both parts without joining them: a copy of all scores, and an odd number of keys, cost more.
@@ -151,9 +156,12 @@ def paged_attention(
     limit_RS: jax.Array,
     own: tuple[jax.Array, jax.Array] | None = None,
     rule: Rule = DEFAULT,
+    own_limit: jax.Array | None = None,
 ) -> jax.Array:
     """`walk_pages` over a pool of keys and one of values."""
-    return walk_pages(q_RSNH, lambda page_R: (k_PKHp[page_R], v_PKpH[page_R]), page_table_RN, limit_RS, own, rule)
+    return walk_pages(
+        q_RSNH, lambda page_R: (k_PKHp[page_R], v_PKpH[page_R]), page_table_RN, limit_RS, own, rule, own_limit
+    )
 
 
 def walk_pages(
@@ -163,12 +171,14 @@ def walk_pages(
     limit_RS: jax.Array,
     own: tuple[jax.Array, jax.Array] | None = None,
     rule: Rule = DEFAULT,
+    own_limit: jax.Array | None = None,
 ) -> jax.Array:
     """Attention of S rows a request over the pages of that request: keys t < limit are visible. [R, S, N, H], float32.
 
     `page_table[r, n]` is the page that holds positions n * p .. n * p + p - 1 of request r; `read` fetches one page of
-    each request. `own` gives keys and values [R, S, K, H] of a draft block's own rows, which all of them see; a row's
-    position for `rule.window` is then limit + its index, else limit - 1. A row that sees nothing at all returns zeros.
+    each request. `own` gives keys and values [R, U, K, H] of a draft block's own rows, which all of them see (with
+    `own_limit`: see `block_attention`); a row's position for `rule.window` is then limit + its index, else limit - 1. A
+    row that sees nothing at all returns zeros.
     """
     keys = jax.eval_shape(read, page_table_RN[:, 0])[0]
     num_rows, (_, num_kv_heads, head_dim, page), dtype = q_RSNH.shape[1], keys.shape, keys.dtype
@@ -181,7 +191,8 @@ def walk_pages(
     if own is not None:
         k_RKSH, v_RKSH = (x.astype(dtype).swapaxes(1, 2) for x in own)
         scores = jnp.einsum("RKJSH,RKUH->RKJSU", q_RKJSH, k_RKSH, preferred_element_type=jnp.float32)
-        scores, visible_GU = _score(scores, rule, head_dim), own_visible(num_rows, rule)
+        scores = _score(scores, rule, head_dim)
+        visible_GU = own_visible(num_rows, scores.shape[-1], rule, own_limit)
         if visible_GU is not None:
             scores = jnp.where(visible_GU[None, None, None], scores, _HIDDEN)
         start = _advance(start, scores, v_RKSH)

@@ -82,6 +82,9 @@ class LossConfig:
 class DraftSettings:
     """The drafter of a training run; what is not named here is the target's own (see `drafter_config`).
 
+    `algorithm` "eagle3" and "mtp" draft token by token: `block_size` of them with one layer, no mask token, no Markov
+    head. mtp taps no layer. `mask_token_id` is for the others: an id that no text contains.
+
     `target_layer_ids` empty picks `num_taps` layers by the paper's even spacing. `d_ff` 0 is the target's.
     `draft_vocab_size` > 0 drafts over that many ids, the most frequent of the training answers. `window` > 0 is the
     sliding window of every draft layer, which still sees all of its block. Each algorithm has settings of its own,
@@ -90,7 +93,7 @@ class DraftSettings:
     selector.
     """
 
-    mask_token_id: int
+    mask_token_id: int = -1
     num_layers: int = 5
     d_ff: int = 0
     block_size: int = 7
@@ -283,6 +286,8 @@ def drafter_config(settings: DraftSettings, target: TargetConfig) -> DrafterConf
         f"draft mask_token_id = {settings.mask_token_id} ends a text: choose an id that no text contains",
     )
     ids = settings.target_layer_ids or evenly_spaced_layers(target.num_layers, settings.num_taps)
+    if settings.algorithm in ("eagle3", "mtp"):
+        settings, ids = _chain_settings(settings), () if settings.algorithm == "mtp" else ids
     return DrafterConfig(
         vocab_size=target.vocab_size,
         d_model=target.d_model,
@@ -326,3 +331,20 @@ def _own_fields(settings: DraftSettings) -> dict[str, Any]:
         case "dflash2":
             names = ("conv_group_size", "selector_rank", "selector_top_k", "selector_tied")
             return {name: getattr(settings, name) for name in names}
+        case "eagle3" | "mtp":
+            return {}
+
+
+def _chain_settings(settings: DraftSettings) -> DraftSettings:
+    """Settings as drafters that draft token by token have them. What they do not use may stand as it is by default or
+    as they have it; raises ConfigError for anything else, by name."""
+    own = {"num_layers": 1, "layout": "anchor_first", "markov_rank": 0, "confidence_with_markov": False}
+    if settings.algorithm == "mtp":
+        own |= {"num_taps": 0, "target_layer_ids": ()}
+    for field, value in own.items():
+        found = getattr(settings, field)
+        require(
+            found in (value, getattr(DraftSettings, field)),
+            f"draft {field} = {found!r}: {settings.algorithm} drafters have {value!r}; leave it out",
+        )
+    return dataclasses.replace(settings, mask_token_id=-1, **own)

@@ -5,7 +5,7 @@ from typing import Literal, get_args
 
 from dspark_jax.shapes import RopeScaling, require
 
-AlgorithmName = Literal["dspark", "dflash2"]
+AlgorithmName = Literal["dspark", "dflash2", "eagle3", "mtp"]
 Layout = Literal["anchor_first", "fill_in"]
 MarkovHeadType = Literal["vanilla", "gated", "rnn", "ngram", "hashed_ngram", "gdn", "kda", "mamba2", "domino"]
 
@@ -28,6 +28,12 @@ SIZE_FIELDS = tuple(dict.fromkeys(field for sizes in HEAD_SIZES.values() for fie
 class DrafterConfig:
     """Shape of a drafter: `algorithm` says which module runs it (drafters/registry.py). What follows is about the
     block-parallel ones (DFlash backbone, DSpark heads).
+
+    Chain drafters (EAGLE-3, MTP) draft one token after the other with one layer of their own: `block_size` tokens, no
+    mask (`mask_token_id` -1), no Markov head. EAGLE-3 fuses `target_layer_ids`; MTP taps nothing, it reads the
+    target's last hidden state. Public EAGLE-3 drafters may have a layer without norms of queries and keys (`qk_norm`
+    False), a residual stream that starts after the norm (`norm_before_residual`), and a trained head of their own
+    instead of the target's (`own_head`).
 
     `block_size` counts the rows of one draft pass (G in DeepSpec's layout, B in z-lab's); `layout` says what a
     row predicts: under 'anchor_first' row i predicts position a+1+i, so all rows are drafts; under 'fill_in'
@@ -88,6 +94,9 @@ class DrafterConfig:
     selector_rank: int = 0
     selector_top_k: int = 0
     selector_tied: bool = False
+    qk_norm: bool = True
+    norm_before_residual: bool = False
+    own_head: bool = False
 
     def __post_init__(self) -> None:
         names = get_args(AlgorithmName)
@@ -106,10 +115,13 @@ class DrafterConfig:
         smallest = 1 if self.layout == "anchor_first" else 2
         require(self.block_size >= smallest, f"drafter block_size = {self.block_size}: expected at least {smallest}")
         require(
-            0 <= self.mask_token_id < self.vocab_size,
+            self.chain or 0 <= self.mask_token_id < self.vocab_size,
             f"drafter mask_token_id = {self.mask_token_id} is outside the embedding of {self.vocab_size} rows",
         )
-        require(len(self.target_layer_ids) > 0, "drafter target_layer_ids is empty: name the layers to tap")
+        require(
+            len(self.target_layer_ids) > 0 or self.algorithm == "mtp",
+            "drafter target_layer_ids is empty: name the layers to tap",
+        )
         for layer in self.target_layer_ids:
             require(
                 -1 <= layer < self.num_target_layers - 1,
@@ -141,6 +153,12 @@ class DrafterConfig:
             f"drafter draft_vocab_size = {self.draft_vocab_size}: expected 0 (all) to {self.vocab_size}",
         )
         _check_dflash2(self)
+        _check_chain(self)
+
+    @property
+    def chain(self) -> bool:
+        """Whether each draft is fed the one before it, through a layer of the drafter's own."""
+        return self.algorithm in ("eagle3", "mtp")
 
     @property
     def num_drafts(self) -> int:
@@ -214,3 +232,30 @@ def _check_dflash2(config: DrafterConfig) -> None:
         0 < candidates <= config.head_rows,
         f"drafter selector_top_k = {candidates}: expected 1 to {config.head_rows}, the size of the draft vocabulary",
     )
+
+
+def _check_chain(config: DrafterConfig) -> None:
+    """Refuses what chain drafters have no use for, and their own settings elsewhere."""
+    name = config.algorithm
+    if not config.chain:
+        plain = config.qk_norm and not config.norm_before_residual and not config.own_head
+        require(plain, f"drafter qk_norm, norm_before_residual, own_head: not settings of {name}")
+        return
+    for field, value in (
+        ("num_layers", 1),
+        ("layout", "anchor_first"),
+        ("mask_token_id", -1),
+        ("markov_rank", 0),
+        ("layer_windows", ()),
+        ("layer_causal", ()),
+        ("family", "qwen3"),
+    ):
+        found = getattr(config, field)
+        require(found == value, f"drafter {field} = {found!r}: {name} has {value!r} and nothing else")
+    if name == "mtp":
+        plain = not config.norm_before_residual and not config.own_head
+        require(plain, "drafter norm_before_residual, own_head: not settings of mtp")
+        require(
+            not config.target_layer_ids,
+            f"drafter target_layer_ids = {config.target_layer_ids}: mtp taps no layer, it reads the last hidden state",
+        )

@@ -34,6 +34,7 @@ def arguments(
     limit_RS: jax.Array,
     own: tuple[jax.Array, jax.Array] | None,
     rule: Rule,
+    own_limit: jax.Array | None = None,
 ) -> dict[str, jax.Array]:
     """What `attention.paged_attention` is given, as `jax.nn.dot_product_attention` takes it.
 
@@ -55,10 +56,11 @@ def arguments(
             jnp.concatenate([mine.astype(dtype), context], axis=1)
             for mine, context in zip(own, (k_RTKH, v_RTKH), strict=True)
         )
-        mine_GU = own_visible(num_rows, rule)
-        mine_GU = jnp.ones((num_rows, num_rows), bool) if mine_GU is None else mine_GU
-        mine_RGU = jnp.broadcast_to(mine_GU[None], (num_requests, num_rows, num_rows))
-        visible_RST, length_R = jnp.concatenate([mine_RGU, visible_RST], axis=-1), length_R + num_rows
+        num_own = own[0].shape[1]
+        mine_GU = own_visible(num_rows, num_own, rule, own_limit)
+        mine_GU = jnp.ones((num_rows, num_own), bool) if mine_GU is None else mine_GU
+        mine_RGU = jnp.broadcast_to(mine_GU[None], (num_requests, num_rows, num_own))
+        visible_RST, length_R = jnp.concatenate([mine_RGU, visible_RST], axis=-1), length_R + num_own
     return {
         "query": q_RSNH.astype(dtype),
         "key": k_RTKH,
@@ -76,9 +78,10 @@ def paged_attention(
     limit_RS: jax.Array,
     own: tuple[jax.Array, jax.Array] | None = None,
     rule: Rule = DEFAULT,
+    own_limit: jax.Array | None = None,
 ) -> jax.Array:
     """As `attention.paged_attention`; every device of a mesh attends with its own heads."""
-    given = arguments(q_RSNH, k_PKHp, v_PKpH, page_table_RN, limit_RS, own, rule)
+    given = arguments(q_RSNH, k_PKHp, v_PKpH, page_table_RN, limit_RS, own, rule, own_limit)
     attend: Any = functools.partial(jax.nn.dot_product_attention, scale=rule.scale, implementation="cudnn")
 
     def kernel(given: dict[str, jax.Array]) -> jax.Array:

@@ -7,7 +7,7 @@ So speculation may write a whole block and commit only a part of it.
 `LayerCache` is dense, one row a sequence: calibration and `generate`. `PagedLayer` keeps the pages of all requests in
 one pool, for rounds that pack the tokens of many requests into one flat row: `serve`. `DocumentRows` are rows packed
 with several conversations: training. Models know only the three methods that all have: `append`, `attend`,
-`attend_block`.
+`attend_block`. The caches of decoding also give back what was written, `read` and `read_block`.
 
 Keys lie transposed, [.., H, T]: both products of attention then read their cache in the order it is stored
 (twice as fast on a CPU, measured at 1 and 6 queries).
@@ -40,15 +40,25 @@ class LayerCache(NamedTuple):
             v_BKTH.at[row_B1, :, position_BS].set(v_BSKH.astype(v_BKTH.dtype), mode="drop"),
         )
 
+    def read(self, position_BS: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Keys and values [B, S, K, H] at positions of the cache."""
+        row_B1 = jnp.arange(position_BS.shape[0])[:, None]
+        return self.k_BKHT[row_B1, :, :, position_BS], self.v_BKTH[row_B1, :, position_BS]
+
+    def read_block(self, position_BA: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """As `read`, a position a block."""
+        return self.read(position_BA)
+
     def attend(self, q_BSNH: jax.Array, position_BS: jax.Array, rule: Rule = DEFAULT) -> jax.Array:
         """Rows at their positions over everything at or before them, [B, S, N, H] float32."""
         return causal_attention(q_BSNH, *self, position_BS, rule)
 
     def attend_block(
-        self, q_BAGNH: jax.Array, k_BAGKH: jax.Array, v_BAGKH: jax.Array, limit_BA: jax.Array, rule: Rule = DEFAULT
-    ) -> jax.Array:
+        self, q_BAGNH: jax.Array, k_BAGKH: jax.Array, v_BAGKH: jax.Array, limit_BA: jax.Array, rule: Rule = DEFAULT,
+        own_limit: jax.Array | None = None,
+    ) -> jax.Array:  # fmt: skip
         """Draft blocks over the context before `limit` and over themselves, [B, A, G, N, H] float32."""
-        return block_attention(q_BAGNH, *self, k_BAGKH, v_BAGKH, limit_BA, rule)
+        return block_attention(q_BAGNH, *self, k_BAGKH, v_BAGKH, limit_BA, rule, None, own_limit)
 
 
 class Packing(NamedTuple):
@@ -71,6 +81,10 @@ class Packing(NamedTuple):
         """The same packing over a pool of `num_pages` that all layers share: page p of layer l lies at l * P + p."""
         each, table_RN = num_pages // num_layers, self.page_table_RN
         return self._replace(page_table_RN=jnp.where(table_RN < each, table_RN + number * each, num_pages))
+
+    def of_requests(self) -> "Packing":
+        """One token a request, in order."""
+        return self._replace(row_T=jnp.arange(self.page_table_RN.shape[0], dtype=jnp.int32))
 
 
 class PagedLayer(NamedTuple):
@@ -103,6 +117,17 @@ class PagedLayer(NamedTuple):
             v_PKpH=self.v_PKpH.at[page_T, :, place_T].set(v_TKH, mode="drop"),
         )
 
+    def read(self, position_1T: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Keys and values [1, T, K, H] that each packed token's request has at a position; of fillers, anything."""
+        num_pages, page = self.k_PKHp.shape[0], self.k_PKHp.shape[-1]
+        page_T, place_T = self.packing.page_of(position_1T[0], page, num_pages), position_1T[0] % page
+        return self.k_PKHp[page_T, :, :, place_T][None], self.v_PKpH[page_T, :, place_T][None]
+
+    def read_block(self, position_R1: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Keys and values [R, 1, K, H] of every request at a position."""
+        k_1RKH, v_1RKH = self._replace(packing=self.packing.of_requests()).read(position_R1.T)
+        return k_1RKH.swapaxes(0, 1), v_1RKH.swapaxes(0, 1)
+
     def attend(self, q_1TNH: jax.Array, position_1T: jax.Array, rule: Rule = DEFAULT) -> jax.Array:
         """Packed rows over their own requests. Attention runs on the rectangle [R, S]: it is the small part, and a
         gather there is cheaper than a copy of each request's keys for each of its tokens."""
@@ -114,20 +139,26 @@ class PagedLayer(NamedTuple):
         return out_RSNH[jnp.minimum(pack.row_T, index_RS.shape[0] - 1), pack.place_T][None]
 
     def attend_block(
-        self, q_R1GNH: jax.Array, k_R1GKH: jax.Array, v_R1GKH: jax.Array, limit_R1: jax.Array, rule: Rule = DEFAULT
-    ) -> jax.Array:
+        self, q_R1GNH: jax.Array, k_R1GKH: jax.Array, v_R1GKH: jax.Array, limit_R1: jax.Array, rule: Rule = DEFAULT,
+        own_limit: jax.Array | None = None,
+    ) -> jax.Array:  # fmt: skip
         """One draft block a request over its context before `limit` and over itself."""
         limit_RG = jnp.broadcast_to(limit_R1, (limit_R1.shape[0], q_R1GNH.shape[2]))
         own = (k_R1GKH[:, 0], v_R1GKH[:, 0])
-        return self._attend(q_R1GNH[:, 0], limit_RG, own, rule)[:, None]
+        return self._attend(q_R1GNH[:, 0], limit_RG, own, rule, own_limit)[:, None]
 
     def _attend(
-        self, q_RSNH: jax.Array, limit_RS: jax.Array, own: tuple[jax.Array, jax.Array] | None, rule: Rule
+        self,
+        q_RSNH: jax.Array,
+        limit_RS: jax.Array,
+        own: tuple[jax.Array, jax.Array] | None,
+        rule: Rule,
+        own_limit: jax.Array | None = None,
     ) -> jax.Array:
         """In cuDNN on a GPU, where it can; page by page in XLA elsewhere."""
         cudnn = platform() == "gpu" and gpu_attention.takes(self.k_PKHp.dtype, q_RSNH.shape[-1], rule)
         attend = gpu_attention.paged_attention if cudnn else paged_attention
-        return attend(q_RSNH, self.k_PKHp, self.v_PKpH, self.packing.page_table_RN, limit_RS, own, rule)
+        return attend(q_RSNH, self.k_PKHp, self.v_PKpH, self.packing.page_table_RN, limit_RS, own, rule, own_limit)
 
 
 class DocumentRows(NamedTuple):
@@ -175,11 +206,12 @@ class DocumentRows(NamedTuple):
         return jnp.concatenate(out, axis=1)
 
     def attend_block(
-        self, q_BAGNH: jax.Array, k_BAGKH: jax.Array, v_BAGKH: jax.Array, limit_BA: jax.Array, rule: Rule = DEFAULT
-    ) -> jax.Array:
+        self, q_BAGNH: jax.Array, k_BAGKH: jax.Array, v_BAGKH: jax.Array, limit_BA: jax.Array, rule: Rule = DEFAULT,
+        own_limit: jax.Array | None = None,
+    ) -> jax.Array:  # fmt: skip
         """Draft blocks over the first `limit` tokens of their document and over themselves, [B, A, G, N, H] float32."""
         start_BA = self.block_start_BA
-        return block_attention(q_BAGNH, self.k_BKHT, self.v_BKTH, k_BAGKH, v_BAGKH, limit_BA, rule, start_BA)
+        return block_attention(q_BAGNH, self.k_BKHT, self.v_BKTH, k_BAGKH, v_BAGKH, limit_BA, rule, start_BA, own_limit)
 
 
 Cache = LayerCache | PagedLayer | DocumentRows

@@ -152,6 +152,31 @@ def sample_rows(keys_R: Array, law_RV: Array) -> Array:
     return jax.vmap(sample_law)(keys_R, law_RV)
 
 
+class Draw(NamedTuple):
+    """One drafted position: target ids, the same in the draft vocabulary or as places in a shortlist, and the law they
+    were drawn from (None: one-hot)."""
+
+    token_R: Array
+    draft_R: Array
+    law_RV: Array | None
+
+
+def draw(
+    logits_RV: Array, keys_R: Array, rows: SamplingRows, d2t_V: Array | None, greedy: bool, support_RK: Array | None
+) -> Draw:
+    """Draws one position of a block from float32 logits; the arguments are those of `sample_block`."""
+    if greedy:
+        law_RV, draft_R = None, jnp.argmax(logits_RV, axis=-1).astype(jnp.int32)
+    else:
+        law_RV = request_law(logits_RV, *rows)
+        draft_R = sample_rows(keys_R, law_RV)
+    if support_RK is not None:
+        token_R = jnp.take_along_axis(support_RK, draft_R[:, None], axis=1)[:, 0]
+    else:
+        token_R = draft_R if d2t_V is None else d2t_V[draft_R].astype(jnp.int32)
+    return Draw(token_R, draft_R, law_RV)
+
+
 def sample_block(
     step: Callable[[Any, Array, Any], tuple[Any, Array]],
     first_state: Any,
@@ -182,20 +207,12 @@ def sample_block(
         state, bias_RV = step(state, previous_R, inputs_R)
         base_RV = lax.dynamic_index_in_dim(base_logits_RGV, position, axis=1, keepdims=False)
         logits_RV = base_RV.astype(jnp.float32) + bias_RV.astype(jnp.float32)
-        if greedy:
-            law_RV, draft_R = None, jnp.argmax(logits_RV, axis=-1).astype(jnp.int32)
-        else:
-            law_RV = request_law(logits_RV, *rows)
-            draft_R = sample_rows(keys_R, law_RV)
-        if support_RK is not None:
-            token_R = jnp.take_along_axis(support_RK, draft_R[:, None], axis=1)[:, 0]
-        else:
-            token_R = draft_R if d2t_V is None else d2t_V[draft_R].astype(jnp.int32)
-        return (state, token_R), (token_R, draft_R, law_RV)
+        drawn = draw(logits_RV, keys_R, rows, d2t_V, greedy, support_RK)
+        return (state, drawn.token_R), drawn
 
     positions_G = jnp.arange(base_logits_RGV.shape[1])
     by_position = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), (keys_RG, inputs, support_RGK))
     first_R = jnp.asarray(first_token_R).astype(jnp.int32)
     _, drawn = lax.scan(body, (first_state, first_R), (positions_G, *by_position))
-    tokens_RG, draft_ids_RG, law_RGV = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), drawn)
-    return BlockSample(tokens_RG, draft_ids_RG, law_RGV, support_RGK)
+    token_RG, draft_RG, law_RGV = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), drawn)
+    return BlockSample(token_RG, draft_RG, law_RGV, support_RGK)

@@ -50,6 +50,18 @@ class RaggedLayer(NamedTuple):
         kv_TCH = jnp.where(jnp.isfinite(kv_TCH), kv_TCH, 0).astype(self.kv_PpCH.dtype)
         return self._replace(kv_PpCH=self.kv_PpCH.at[page_T, position_1T[0] % page].set(kv_TCH, mode="drop"))
 
+    def read(self, position_1T: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """As PagedLayer, padded heads: [1, T, K, width]."""
+        num_pages, page, _, width = self.kv_PpCH.shape
+        page_T = self.packing.page_of(position_1T[0], page, num_pages)
+        kv_1TKCH = self.kv_PpCH[page_T, position_1T[0] % page].reshape(1, page_T.shape[0], -1, 2, width)
+        return kv_1TKCH[..., 0, :], kv_1TKCH[..., 1, :]
+
+    def read_block(self, position_R1: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """As PagedLayer, padded heads: [R, 1, K, width]."""
+        k_1RKH, v_1RKH = self._replace(packing=self.packing.of_requests()).read(position_R1.T)
+        return k_1RKH.swapaxes(0, 1), v_1RKH.swapaxes(0, 1)
+
     def attend(self, q_1TNH: jax.Array, position_1T: jax.Array, rule: Rule = DEFAULT) -> jax.Array:
         """Packed rows over their own requests, in the kernel: [1, T, N, H] float32, fillers zero."""
         pack, (_, num_tokens, _, head_dim) = self.packing, q_1TNH.shape
@@ -80,8 +92,9 @@ class RaggedLayer(NamedTuple):
         return out_TNH[None]
 
     def attend_block(
-        self, q_R1GNH: jax.Array, k_R1GKH: jax.Array, v_R1GKH: jax.Array, limit_R1: jax.Array, rule: Rule = DEFAULT
-    ) -> jax.Array:
+        self, q_R1GNH: jax.Array, k_R1GKH: jax.Array, v_R1GKH: jax.Array, limit_R1: jax.Array, rule: Rule = DEFAULT,
+        own_limit: jax.Array | None = None,
+    ) -> jax.Array:  # fmt: skip
         """One draft block a request over its context before `limit` and over itself, [R, 1, G, N, H] float32."""
         limit_RG = jnp.broadcast_to(limit_R1, (limit_R1.shape[0], q_R1GNH.shape[2]))
         head_dim = q_R1GNH.shape[-1]
@@ -92,7 +105,8 @@ class RaggedLayer(NamedTuple):
             return kv_RpKCH[..., 0, :].transpose(0, 2, 3, 1), kv_RpKCH[..., 1, :].swapaxes(1, 2)
 
         own = (k_R1GKH[:, 0], v_R1GKH[:, 0])
-        return walk_pages(q_R1GNH[:, 0], read, self.packing.page_table_RN, limit_RG, own, rule)[:, None]
+        table = self.packing.page_table_RN
+        return walk_pages(q_R1GNH[:, 0], read, table, limit_RG, own, rule, own_limit)[:, None]
 
 
 def paged_cache() -> type[PagedLayer] | type[RaggedLayer]:

@@ -53,15 +53,22 @@ def golden(request, shared) -> Golden:
     return load(shared / "golden" / request.param)
 
 
+@pytest.fixture(params=["qwen3_markov", "qwen3_dflash", "qwen3_eagle3"])
+def every_golden(request, shared) -> Golden:
+    """Those whose drafters are trained in blocks, and the one of test_golden_eagle3.py."""
+    return load(shared / "golden" / request.param)
+
+
 def taps_of(golden: Golden) -> np.ndarray:
     flat = golden.training["target_hidden_states"]
     return flat.reshape(*flat.shape[:2], len(golden.drafter.config.target_layer_ids), -1)
 
 
-def test_target_features(golden):
-    out = golden.target.forward(golden.training["input_ids"], golden.drafter.config.target_layer_ids)
-    np.testing.assert_allclose(out.taps_BSMD, taps_of(golden), atol=LOGITS)
-    np.testing.assert_allclose(out.hidden_BSD, golden.training["target_last_hidden_states"], atol=LOGITS)
+def test_target_features(every_golden):
+    training, ids = every_golden.training, every_golden.drafter.config.target_layer_ids
+    out = every_golden.target.forward(training["input_ids"], ids)
+    np.testing.assert_allclose(out.taps_BSMD, taps_of(every_golden), atol=LOGITS)
+    np.testing.assert_allclose(out.hidden_BSD, training["target_last_hidden_states"], atol=LOGITS)
 
 
 def test_teacher_forced_logits_and_confidence(golden):
@@ -139,10 +146,11 @@ def decoded(golden: Golden):
     return generate(golden.target, golden.drafter, golden.prompts, NEW_TOKENS)
 
 
-def test_greedy_decoding_is_exact_round_by_round(golden):
-    for i, generation in enumerate(decoded(golden)):
-        prompt = golden.prompts[i]
-        expected = {name.removeprefix(f"p{i}_"): x for name, x in golden.decoding.items() if name.startswith(f"p{i}_")}
+def test_greedy_decoding_is_exact_round_by_round(every_golden):
+    reference = every_golden.decoding
+    for i, generation in enumerate(decoded(every_golden)):
+        prompt = every_golden.prompts[i]
+        expected = {name.removeprefix(f"p{i}_"): x for name, x in reference.items() if name.startswith(f"p{i}_")}
         # The reference still drafts when the last token it needs is there but has not been through the target.
         count = np.sum(expected["starts"] < len(prompt) + NEW_TOKENS - 1)
         expected = expected | {name: x[:count] for name, x in expected.items() if name in BY_ROUND}
@@ -167,8 +175,8 @@ def references(golden: Golden) -> list[list[int]]:
     return [text[len(prompt) :][:NEW_TOKENS] for text, prompt in zip(texts, golden.prompts, strict=True)]
 
 
-def test_drafted_text_is_the_references_plain_text(golden):
-    assert [generation.tokens for generation in decoded(golden)] == references(golden)
+def test_drafted_text_is_the_references_plain_text(every_golden):
+    assert [generation.tokens for generation in decoded(every_golden)] == references(every_golden)
 
 
 @pytest.mark.slow

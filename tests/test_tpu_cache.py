@@ -81,6 +81,25 @@ def test_both_paged_caches_attend_alike(monkeypatch: pytest.MonkeyPatch, kernel:
     np.testing.assert_allclose(got, wanted, atol=1e-5)
 
 
+def test_both_paged_caches_give_back_what_was_written():
+    """Each packed token's own row, that of the position before it, and one row a request."""
+    rng, counts = np.random.default_rng(1), (5, 2, 1)
+    pack, caches = packing(counts), both_caches(16, counts)
+    known = np.asarray(pack.row_T) < 3
+    position_1T = jnp.where(known, pack.place_T + 6, 0)[None]  # over a page's edge
+    k_1TKH, v_1TKH = normal(rng, 1, TOKENS, KV_HEADS, 16), normal(rng, 1, TOKENS, KV_HEADS, 16)
+    behind = np.flatnonzero(np.asarray(pack.place_T) > 0)
+    for cache in caches:
+        cache = cache.append(k_1TKH, v_1TKH, position_1T)
+        for wanted, own, before in zip(
+            (k_1TKH, v_1TKH), cache.read(position_1T), cache.read(jnp.maximum(position_1T - 1, 0)), strict=True
+        ):
+            np.testing.assert_array_equal(own[0, known, :, :16], wanted[0, known])
+            np.testing.assert_array_equal(before[0, behind, :, :16], wanted[0, behind - 1])
+        for wanted, found in zip((k_1TKH, v_1TKH), cache.read_block(jnp.array([[9], [7], [6]])), strict=True):
+            np.testing.assert_array_equal(found[:, 0, :, :16], wanted[0, np.array([3, 6, 7])])
+
+
 def test_what_is_not_finite_never_reaches_a_page():
     _, ragged = both_caches(128, (2, 1, 1))
     k_1TKH = jnp.full((1, TOKENS, KV_HEADS, 128), jnp.nan)

@@ -9,6 +9,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from tiny import make_drafter, make_target
 
+from dspark_jax.target import Target
 from dspark_jax.weights import export, inspect
 from dspark_jax.weights.drafter_files import open_drafter, write_drafter
 
@@ -42,9 +43,9 @@ def written(folder: Path, name: str = "deepspec", ids: np.ndarray | None = None,
     return folder
 
 
-def target_folder(folder: Path) -> Path:
-    """The tiny target as a Hugging Face checkpoint."""
-    c, params = TARGET.config, TARGET.params
+def target_folder(folder: Path, target: Target = TARGET) -> Path:
+    """A tiny target as a Hugging Face checkpoint."""
+    c, params = target.config, target.params
     folder.mkdir()
     raw = {
         "model_type": "qwen3",

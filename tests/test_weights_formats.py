@@ -358,9 +358,6 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, raw: dict[str, Any
     ("raw", "message"),
     [
         ({"architectures": ["DFlash2DraftModel"]}, "'DFlash2DraftModel' is DFlash 2"),
-        ({"architectures": ["Qwen3Eagle3Model"]}, "'Qwen3Eagle3Model' is EAGLE-3"),
-        ({"architectures": ["LlamaForCausalLMEagle3"]}, "'LlamaForCausalLMEagle3' is EAGLE-3"),
-        ({"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"]}, "'eagle3' is EAGLE-3"),
         ({"speculators_model_type": "mlp"}, "speculators_model_type = 'mlp' is no drafter known here"),
         ({"architectures": ["Qwen3ForCausalLM"]}, r"architectures = \['Qwen3ForCausalLM'\] is no drafter known here"),
         ({}, r"architectures = \[\] is no drafter"),

@@ -97,6 +97,42 @@ def good_drafter(target: Target, draft_to_target: np.ndarray | None = None) -> D
     return dataclasses.replace(drafter, params=drafter.params | {"markov": markov, "backbone": backbone})
 
 
+CHAIN: dict[str, Any] = {
+    "num_layers": 1,
+    "mask_token_id": -1,
+    "markov_rank": 0,
+    "confidence_with_markov": False,
+}
+
+
+def make_chain(target: Target, algorithm: str, draft_to_target: np.ndarray | None = None, **changes: Any) -> Drafter:
+    """An EAGLE-3 or MTP drafter with a confidence head, four drafts a block."""
+    taps = {"target_layer_ids": ()} if algorithm == "mtp" else {}
+    return make_drafter(target, draft_to_target=draft_to_target, **(CHAIN | taps | {"algorithm": algorithm} | changes))
+
+
+def good_chain(target: Target, algorithm: str) -> Drafter:
+    """As `good_drafter`: the head sees the newest token's embedding, normed, and nothing else."""
+    nothing = {"norm_before_residual": True} if algorithm == "eagle3" else {}
+    drafter = make_chain(target, algorithm, **nothing)
+    c, backbone = drafter.config, dict(drafter.params["backbone"])
+    layer, ones, eye = dict(backbone["layers_0"]), jnp.ones(c.d_model), jnp.eye(c.d_model)
+    layer["down"] = layer["down"] * 0
+    if algorithm == "mtp":
+        backbone["fc"] = jnp.stack([eye, eye * 0], axis=1)
+        layer["o"] = layer["o"] * 0
+    else:
+        # Queries are keys, sharp, so a row attends to itself; its value is its embedding, and o puts that together.
+        group = c.num_heads // c.num_kv_heads
+        layer["q"] = jnp.repeat(layer["kv"][0], group, axis=0)
+        layer |= {"q_norm": jnp.full(c.head_dim, 30.0), "k_norm": jnp.ones(c.head_dim)}
+        value = eye.reshape(c.num_kv_heads, c.head_dim, c.d_model)
+        layer["kv"] = layer["kv"].at[1].set(jnp.concatenate([value, value * 0], axis=-1))
+        layer["o"] = jnp.repeat(value, group, axis=0).transpose(2, 0, 1) / group
+    backbone |= {"embed_norm": ones, "hidden_norm": ones * 0, "norm": target.params["final_norm"], "layers_0": layer}
+    return dataclasses.replace(drafter, params=drafter.params | {"backbone": backbone})
+
+
 def committed(tokens: np.ndarray | jax.Array, taps: np.ndarray | jax.Array) -> Committed:
     """What drafters see of tokens that have been through the target; hidden states like the last layer tapped."""
     return Committed(jnp.asarray(tokens), jnp.asarray(taps), jnp.asarray(taps)[:, :, -1])

@@ -41,8 +41,10 @@ class Drafter:
         wanted = (len(self.config.target_layer_ids), self.config.d_model)
         if taps_BSMD.ndim != 4 or taps_BSMD.shape[2:] != wanted:
             raise ConfigError(f"target features have shape {taps_BSMD.shape}: expected [batch, sequence, {wanted}]")
-        taps_BSMD = jnp.asarray(taps_BSMD)
-        hidden_BSD = jnp.zeros_like(taps_BSMD[:, :, 0]) if hidden_BSD is None else jnp.asarray(hidden_BSD)
+        if hidden_BSD is None and self.config.algorithm == "mtp":
+            raise ConfigError("MTP drafts from the target's hidden states: give hidden_BSD")
+        taps_BSMD, shape = jnp.asarray(taps_BSMD), (*taps_BSMD.shape[:2], self.config.d_model)
+        hidden_BSD = jnp.zeros(shape, jnp.float32) if hidden_BSD is None else jnp.asarray(hidden_BSD)
         committed = Committed(jnp.asarray(tokens_BS, jnp.int32), taps_BSMD, hidden_BSD)
         return _teacher_forced(self.config, self.params, self.frozen, committed, anchors_BA)
 
@@ -63,8 +65,8 @@ def servable(config: DrafterConfig, params: Params, frozen: Frozen) -> Drafter:
 
 def load_drafter(path: str | Path, target: Target, dtype: str = "float32", self_test: bool = False) -> Drafter:
     """Loads a drafter checkpoint for `target`: a folder in one of the public formats (DeepSpec, z-lab, SpecForge,
-    speculators), or a Hugging Face Hub id, `org/name` or `org/name@revision`. `dtype` is the compute dtype of its
-    matrices. What the checkpoint was taken for is said in one line on stderr.
+    speculators) or in ours for MTP, or a Hugging Face Hub id, `org/name` or `org/name@revision`. `dtype` is the compute
+    dtype of its matrices. What the checkpoint was taken for is said in one line on stderr.
 
     The embedding and the head are the target's: copies in the checkpoint are compared with them, then dropped. A tied
     Markov table is multiplied out (`dspark.untied`).

@@ -12,7 +12,18 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from dspark_jax.config import ConfigError, DrafterConfig, TargetConfig
-from dspark_jax.weights import deepspec, deepspec_gemma, hub, specforge, speculators, zlab
+from dspark_jax.weights import (
+    deepspec,
+    deepspec_eagle3,
+    deepspec_gemma,
+    hub,
+    mtp,
+    specforge,
+    specforge_eagle3,
+    speculators,
+    speculators_eagle3,
+    zlab,
+)
 from dspark_jax.weights.config_keys import Keys
 from dspark_jax.weights.drafter_format import (
     EMBEDDING,
@@ -23,27 +34,25 @@ from dspark_jax.weights.drafter_format import (
     Format,
     leaf_shapes,
     name_table,
-    refuse,
     their_shape,
 )
 from dspark_jax.weights.safetensor_files import TensorFiles, read_json
 
-FORMATS = {one.FORMAT.name: one.FORMAT for one in (deepspec, zlab, specforge, speculators)}
-WRITABLE = tuple(name for name, form in FORMATS.items() if form.describe)
+_MODULES = (deepspec, deepspec_eagle3, zlab, specforge, specforge_eagle3, speculators, speculators_eagle3, mtp)
+FORMATS = {(form.name, form.algorithm): form for form in (*(one.FORMAT for one in _MODULES), zlab.FORMAT_2)}
 _BY_ARCHITECTURE = {
     deepspec.ARCHITECTURE: deepspec.FORMAT,
+    deepspec_eagle3.ARCHITECTURE: deepspec_eagle3.FORMAT,
     deepspec_gemma.ARCHITECTURE: deepspec_gemma.FORMAT,
     zlab.ARCHITECTURE: zlab.FORMAT,
     zlab.ARCHITECTURE_2: zlab.FORMAT_2,
     specforge.ARCHITECTURE: specforge.FORMAT,
+    specforge_eagle3.ARCHITECTURE: specforge_eagle3.FORMAT,
+    mtp.ARCHITECTURE: mtp.FORMAT,
 }
 # Known by name, read by no table here.
 _NOT_READ = {
-    "Eagle3Speculator": "EAGLE-3",
-    "LlamaForCausalLMEagle3": "EAGLE-3",
-    "Qwen3Eagle3Model": "EAGLE-3",
     "dflash2": "DFlash 2 as speculators stores it",
-    "eagle3": "EAGLE-3",
 }
 # May a copy of a frozen matrix have been rounded to bfloat16 on the way? It may.
 _ROUNDING: dict[str, float] = {"rtol": 2**-7, "atol": 1e-5}
@@ -67,10 +76,15 @@ class DrafterCheckpoint:
     def summary(self) -> str:
         """One line: what it was taken for."""
         c = self.config
-        kind = "DSpark" if c.markov_rank or c.confidence_head else "DFlash"
-        kind = "DFlash 2" if c.algorithm == "dflash2" else kind
+        block = "DSpark" if c.markov_rank or c.confidence_head else "DFlash"
+        kind = {"dflash2": "DFlash 2", "eagle3": "EAGLE-3", "mtp": "MTP"}.get(c.algorithm, block)
         taps = ", ".join(map(str, c.target_layer_ids))
         return f"{self.form.title} format, {kind}, {c.layout}, {c.num_drafts} drafts a block, target layers {taps}"
+
+
+def writable(algorithm: str) -> tuple[str, ...]:
+    """The names of the formats that are written for drafters of a kind."""
+    return tuple(name for (name, kind), form in FORMATS.items() if kind == algorithm and form.describe)
 
 
 def recognise(raw: dict[str, Any], where: object) -> Format:
@@ -81,10 +95,13 @@ def recognise(raw: dict[str, Any], where: object) -> Format:
             raise ConfigError(f"{where}: {name!r} is {_NOT_READ[name]}, a kind of drafter that is not read here")
     if kind in speculators.KINDS:
         return speculators.FORMAT
+    if kind == speculators_eagle3.KIND:
+        return speculators_eagle3.FORMAT
     if kind is None and len(architectures) == 1 and architectures[0] in _BY_ARCHITECTURE:
         return _BY_ARCHITECTURE[architectures[0]]
     found = f"speculators_model_type = {kind!r}" if kind is not None else f"architectures = {architectures}"
-    known = f"{', '.join(_BY_ARCHITECTURE)}, or speculators_model_type {' or '.join(speculators.KINDS)}"
+    kinds = " or ".join((*speculators.KINDS, speculators_eagle3.KIND))
+    known = f"{', '.join(_BY_ARCHITECTURE)}, or speculators_model_type {kinds}"
     raise ConfigError(f"{where}: {found} is no drafter known here; known: {known}")
 
 
@@ -109,11 +126,12 @@ def open_drafter(path: str | Path, target: TargetConfig | None = None) -> Drafte
     table = name_table(form.table, config)
     draft_to_target = _read_vocabulary(config, files)
     params = _read_params(config, table, files)
-    copies = {name: files.weight(name) for name in (EMBEDDING, HEAD) if name in files.shapes}
+    copies = {name: files.weight(name) for name in (EMBEDDING, HEAD) if name in files.shapes and name not in table}
     for name in sorted(set(files.shapes) - set(table) - {"d2t", "t2d", EMBEDDING, HEAD}):
         raise ConfigError(f"{directory}: tensor {name!r} is not used by this drafter, so it is another one")
     notes = dict(raw.get(NOTES) or {})
-    notes.pop("num_target_layers", None)
+    for key in ("num_target_layers", "frozen_head"):
+        notes.pop(key, None)
     verifier = (raw.get("speculators_config") or {}).get("verifier") or {}
     if verifier.get("name_or_path") and "trained_on" not in notes:
         notes["trained_on"] = {"target": verifier["name_or_path"]}
@@ -176,7 +194,7 @@ def write_drafter(
         ids = np.asarray(draft_to_target, np.int64)
         tensors["d2t"] = ids - np.arange(len(ids))
         tensors["t2d"] = np.isin(np.arange(config.vocab_size), ids)
-    stored = str(tensors["fc.weight"].dtype)
+    stored = str(number or np.asarray(_leaf(params, "backbone/fc")).dtype)
     raw = describe(config, Description(stored, notes))
     tensors |= {name: np.ascontiguousarray(copy) for name, copy in (copies or {}).items()}
     directory = Path(directory)
@@ -191,8 +209,8 @@ def write_drafter(
 
 def native_format(config: DrafterConfig) -> str:
     """The format in which a training run writes its drafter: DeepSpec's where it can say what the drafter is."""
-    if config.algorithm == "dflash2":
-        return zlab.FORMAT_2.name
+    if config.algorithm in ("dflash2", "mtp"):
+        return {"dflash2": zlab.FORMAT_2, "mtp": mtp.FORMAT}[config.algorithm].name
     return deepspec.FORMAT.name if config.layout == "anchor_first" else speculators.FORMAT.name
 
 
@@ -204,14 +222,14 @@ def check_writable(format_name: str, config: DrafterConfig) -> None:
 
 def _writer(format_name: str, config: DrafterConfig) -> tuple[Format, Any]:
     """The format of this name that stores drafters of this kind, and its `describe`."""
-    form = FORMATS.get(format_name)
+    form = FORMATS.get((format_name, config.algorithm))
     if form is deepspec.FORMAT and config.family == "gemma4":
         form = deepspec_gemma.FORMAT
-    if form is zlab.FORMAT and config.algorithm == "dflash2":
-        form = zlab.FORMAT_2
     if form is None or form.describe is None:
-        raise ConfigError(f"format {format_name!r} cannot be written; choose one of {', '.join(WRITABLE)}")
-    refuse(form.title, {f"a drafter of algorithm {config.algorithm!r}": form.algorithm != config.algorithm})
+        raise ConfigError(
+            f"format {format_name!r} cannot be written for {config.algorithm} drafters; choose one of"
+            f" {', '.join(writable(config.algorithm))}"
+        )
     return form, form.describe
 
 

@@ -111,8 +111,8 @@ class Description(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class Format:
     """`normalise` turns their config.json into ours; it may be told the target. `describe` is the way back, and
-    raises ConfigError for what the format cannot say; None where the format is only read. `algorithm` is what its
-    drafters are."""
+    raises ConfigError for what the format cannot say; None where the format is only read. A format with several
+    kinds of drafters has one entry, under the same name, for each `algorithm`."""
 
     name: str
     title: str

@@ -1,6 +1,6 @@
 """Write a drafter in one of the public formats.
 
-    python -m dspark_jax.weights.export CHECKPOINT --format deepspec|speculators|zlab OUT
+    python -m dspark_jax.weights.export CHECKPOINT --format deepspec|speculators|zlab|specforge|mtp OUT
 
 CHECKPOINT is a drafter's folder in any format that is read here, a training run's folder, or a Hub id. Weights are
 stored as they are, bit for bit, except that --target multiplies tied codebooks out into the tables that others read.
@@ -30,8 +30,9 @@ class Args:
     """The drafter: a folder, a training run's folder, or a Hub id (org/name or org/name@revision)."""
     out: Annotated[str, tyro.conf.Positional]
     """Folder to write, new or empty."""
-    format: Literal["deepspec", "speculators", "zlab"]
-    """deepspec: what DeepSpec trains. speculators: what vLLM serves. zlab: DFlash without heads, fill_in; DFlash 2."""
+    format: Literal["deepspec", "speculators", "zlab", "specforge", "mtp"]
+    """deepspec: what DeepSpec trains. speculators: what vLLM serves. zlab: DFlash without heads, fill_in; DFlash 2.
+    specforge: EAGLE-3 with a Llama layer, what SGLang serves. mtp: MTP."""
     target: str = ""
     """The drafter's target, to check it and to put its embedding and head beside the drafter."""
 
@@ -46,19 +47,21 @@ def export(checkpoint_path: str, out: str, format_name: str, target_path: str = 
     folder = Path(out)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{out}: already there and not an empty folder; name another")
-    checkpoint = open_drafter(cli.drafter_folder(checkpoint_path))
-    needs_head = format_name == "speculators" and checkpoint.draft_to_target is not None
-    if not target_path and needs_head and HEAD not in checkpoint.copies:
+    place = cli.drafter_folder(checkpoint_path)
+    target = read_target(target_path, only=("embed", "head")) if target_path else None
+    checkpoint = open_drafter(place, target[0] if target else None)
+    reduced = checkpoint.draft_to_target is not None and not checkpoint.config.own_head
+    if target is None and reduced and format_name in ("speculators", "specforge") and HEAD not in checkpoint.copies:
         if trained_on(checkpoint)["target"] not in (EMBEDDED, EMBEDDED_NAME):
             raise ConfigError(
-                f"{checkpoint_path}: drafts over {checkpoint.config.draft_vocab_size} ids, whose head the speculators"
+                f"{checkpoint_path}: drafts over {checkpoint.config.draft_vocab_size} ids, whose head the {format_name}"
                 " format stores and this checkpoint does not; name its target with --target"
             )
-        target_path = EMBEDDED
+        target = read_target(EMBEDDED, only=("embed", "head"))
+        checkpoint = open_drafter(place, target[0])
     copies, notes = checkpoint.copies, checkpoint.notes | {"trained_on": trained_on(checkpoint)}
-    if target_path:
-        target_config, target_params, tokenizer = read_target(target_path, only=("embed", "head"))
-        checkpoint = open_drafter(checkpoint.where, target_config)
+    if target:
+        target_config, target_params, tokenizer = target
         check_copies(checkpoint, target_params)
         copies = _copies(checkpoint, target_params)
         known = {"target": target_config.name, "chat_template": tokenizer.template_hash if tokenizer else None}
@@ -97,14 +100,15 @@ def trained_on(checkpoint: DrafterCheckpoint) -> dict[str, Any]:
 
 
 def _copies(checkpoint: DrafterCheckpoint, target_params: dict[str, Any]) -> dict[str, np.ndarray]:
-    """The target's embedding, and its head's rows for the draft vocabulary, in the drafter's own dtype."""
+    """The target's embedding and, where the drafter has no head of its own, its head's rows for the draft vocabulary,
+    in the drafter's own dtype."""
     dtype = checkpoint.params["backbone"]["fc"].dtype
+    embedding = {EMBEDDING: np.asarray(target_params["embed"]).astype(dtype)}
+    if checkpoint.config.own_head:
+        return embedding
     head = np.asarray(target_params.get("head", target_params["embed"]))
     rows = checkpoint.draft_to_target
-    return {
-        EMBEDDING: np.asarray(target_params["embed"]).astype(dtype),
-        HEAD: (head if rows is None else head[rows]).astype(dtype),
-    }
+    return embedding | {HEAD: (head if rows is None else head[rows]).astype(dtype)}
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What a drafter checkpoint is, as a table.
 
-    python -m dspark_jax.weights.inspect PATH
+    python -m dspark_jax.weights.inspect PATH [--target TARGET]
 
 PATH is a drafter's folder in any format that is read here, a training run's folder, or a Hub id.
 """
@@ -17,21 +17,25 @@ from rich.table import Table
 
 from dspark_jax.config import SIZE_FIELDS, DrafterConfig
 from dspark_jax.weights import cli
-from dspark_jax.weights.drafter_files import WRITABLE, DrafterCheckpoint, open_drafter
+from dspark_jax.weights.drafter_files import DrafterCheckpoint, open_drafter, writable
 from dspark_jax.weights.export import trained_on
+from dspark_jax.weights.locate import read_target
 
 
 @dataclasses.dataclass(frozen=True)
 class Args:
     path: Annotated[str, tyro.conf.Positional]
     """The drafter: a folder, a training run's folder, or a Hub id (org/name or org/name@revision)."""
+    target: str = ""
+    """The drafter's target, for checkpoints that leave something to it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = tyro.cli(Args, args=argv, prog="dspark_jax.weights.inspect", description=__doc__)
 
     def show() -> None:
-        checkpoint = open_drafter(cli.drafter_folder(args.path))
+        target = read_target(args.target, only=())[0] if args.target else None
+        checkpoint = open_drafter(cli.drafter_folder(args.path), target)
         table = Table("what", "value", title=args.path, title_justify="left")
         for what, value in rows(checkpoint):
             table.add_row(what, value)
@@ -54,14 +58,18 @@ def rows(checkpoint: DrafterCheckpoint) -> Iterator[tuple[str, str]]:
     heads = f"{c.num_heads} heads, {c.num_kv_heads} key/value heads, head size {c.head_dim}"
     yield "layers", f"{c.num_layers}: width {c.d_model}, MLP {c.d_ff}, {heads}"
     yield "attention", _attention(checkpoint)
-    yield "target layers", f"{', '.join(map(str, c.target_layer_ids))} of {c.num_target_layers} (-1 is the embedding)"
+    taps = ", ".join(map(str, c.target_layer_ids))
+    read = f"{taps} of {c.num_target_layers} (-1 is the embedding)" if taps else "none: its last hidden state is read"
+    yield "target layers", read
     yield "sequential head", _sequential(c)
     if c.conv_group_size:
         yield "convolutions", f"around attention and MLP, coefficients shared by {c.conv_group_size} channels"
     reads = "hidden state and previous token" if c.confidence_with_markov else "hidden state"
     yield "confidence head", f"yes, from the {reads}" if c.confidence_head else "none"
     reduced = f"{c.draft_vocab_size:,} of {c.vocab_size:,} ids" if c.draft_vocab_size else f"all {c.vocab_size:,} ids"
-    yield "draft vocabulary", f"{reduced}; mask token {c.mask_token_id}"
+    yield "draft vocabulary", reduced if c.chain else f"{reduced}; mask token {c.mask_token_id}"
+    if c.chain:
+        yield "head", "its own" if c.own_head else "the target's"
     yield "rope, norm, context", f"theta {c.rope_theta:g}, epsilon {c.norm_eps:g}, {c.max_length} positions"
     for key in ("target", "chat_template", "thinking", "loss"):
         yield f"trained on: {key.replace('_', ' ')}", _plain(told.get(key))
@@ -70,7 +78,7 @@ def rows(checkpoint: DrafterCheckpoint) -> Iterator[tuple[str, str]]:
             yield key, _plain(checkpoint.notes[key])
     fits = f"any target of width {c.d_model}, {c.vocab_size:,} ids and {c.num_target_layers} layers"
     yield "can be served on", f"{told['target']}; in shape, {fits}" if told.get("target") else f"in shape, {fits}"
-    yield "can be written as", ", ".join(WRITABLE)
+    yield "can be written as", ", ".join(writable(c.algorithm))
 
 
 def _sequential(c: DrafterConfig) -> str:

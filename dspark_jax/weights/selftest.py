@@ -91,17 +91,18 @@ def self_test(target: Target, drafter: Any, prompts: Sequence[Sequence[int]], ne
     new_tokens = max(new_tokens, 2 * c.block_size)
     last = target.config.num_layers - 1
     tapped = tuple(sorted({i + d for i in c.target_layer_ids for d in (-1, 0, 1) if -1 <= i + d <= last}))
-    text_RS, taps_RSMD = _rollout(target.config, target.params, prompt_RP, tapped, new_tokens)
+    text_RS, taps_RSMD, hidden_RSD = _rollout(target.config, target.params, prompt_RP, tapped, new_tokens)
     anchors_A = jnp.arange(length, text_RS.shape[1] - c.block_size)
     place = {layer: i for i, layer in enumerate(tapped)}
 
     def accepted(config: DrafterConfig, ids: Sequence[int], normed: bool) -> np.ndarray:
-        own_RSMD = taps_RSMD[:, :, jnp.asarray([place[i] for i in ids])]
+        own_RSMD = taps_RSMD[:, :, np.asarray([place[i] for i in ids], np.int32)]
         if normed:
             norm_D = target.params["final_norm"]
             end_RSD = layers.rms_norm(own_RSMD[:, :, -1], norm_D, target.config.norm_eps)
             own_RSMD = own_RSMD.at[:, :, -1].set(end_RSD)
-        counts = _accepted(config, drafter.params, drafter.frozen, text_RS, own_RSMD, anchors_A)
+        seen = Committed(text_RS, own_RSMD, hidden_RSD)
+        counts = _accepted(config, drafter.params, drafter.frozen, seen, anchors_A)
         return np.minimum(np.asarray(counts), c.block_size - 1 or 1).ravel()
 
     ids = c.target_layer_ids
@@ -121,10 +122,10 @@ def _changes(
 ) -> Iterator[tuple[str, DrafterConfig, tuple[int, ...], bool]]:
     """Names of the suspected faults with the config, layer ids and norm of the last tap that would undo each."""
     ids = c.target_layer_ids
-    if c.block_size > 1:
+    if c.block_size > 1 and not c.chain:
         other = "fill_in" if c.layout == "anchor_first" else "anchor_first"
         yield f"layout {other!r} in place of {c.layout!r}", dataclasses.replace(c, layout=other), ids, False
-    for step in (-1, 1):
+    for step in (-1, 1) if ids else ():
         moved = tuple(i + step for i in ids)
         if set(moved) <= set(tapped):
             yield f"layer ids {list(moved)} in place of {list(ids)}", c, moved, False
@@ -132,7 +133,8 @@ def _changes(
         if theta != c.rope_theta:
             name = f"rope theta {theta:g} in place of {c.rope_theta:g}"
             yield name, dataclasses.replace(c, rope_theta=theta), ids, False
-    yield f"the target's final norm over its last tap (layer {ids[-1]})", c, ids, True
+    if ids:
+        yield f"the target's final norm over its last tap (layer {ids[-1]})", c, ids, True
 
 
 def _far_above(counts: np.ndarray, configured: np.ndarray) -> bool:
@@ -145,9 +147,9 @@ def _far_above(counts: np.ndarray, configured: np.ndarray) -> bool:
 @functools.partial(jax.jit, static_argnames=("config", "tapped", "new_tokens"))
 def _rollout(
     config: TargetConfig, params: Params, prompt_RP: jax.Array, tapped: tuple[int, ...], new_tokens: int
-) -> tuple[jax.Array, jax.Array]:
-    """Greedy text [R, P + new_tokens] after prompts of one length, and its features; the last token, which has not
-    been through the target, has zeros."""
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Greedy text [R, P + new_tokens] after prompts of one length, its features and last hidden states; the last token,
+    which has not been through the target, has zeros."""
     rows, length = prompt_RP.shape
     caches = target_lib.init_caches(config, rows, length + new_tokens, params["embed"].dtype)
     position_RP = jnp.broadcast_to(jnp.arange(length)[None, :], prompt_RP.shape)
@@ -160,13 +162,16 @@ def _rollout(
         caches, token_R = carry
         position_R1 = jnp.broadcast_to(position, (rows, 1))
         out = target_lib.features(config, params, token_R[:, None], position_R1, caches, tapped)
-        return (out.caches, choose(out.hidden_BSD)), (token_R, out.taps_BSMD[:, 0])
+        return (out.caches, choose(out.hidden_BSD)), (token_R, out.taps_BSMD[:, 0], out.hidden_BSD[:, 0])
 
     positions = length + jnp.arange(new_tokens - 1)
-    (_, last_R), (token_TR, taps_TRMD) = jax.lax.scan(step, (start.caches, choose(start.hidden_BSD)), positions)
+    first = (start.caches, choose(start.hidden_BSD))
+    (_, last_R), (token_TR, taps_TRMD, hidden_TRD) = jax.lax.scan(step, first, positions)
     text_RS = jnp.concatenate([prompt_RP, token_TR.T, last_R[:, None]], axis=1)
     taps_RSMD = jnp.concatenate([start.taps_BSMD, taps_TRMD.swapaxes(0, 1)], axis=1)
-    return text_RS, jnp.pad(taps_RSMD, ((0, 0), (0, 1), (0, 0), (0, 0)))
+    hidden_RSD = jnp.concatenate([start.hidden_BSD, hidden_TRD.swapaxes(0, 1)], axis=1)
+    end = ((0, 0), (0, 1))
+    return text_RS, jnp.pad(taps_RSMD, (*end, (0, 0), (0, 0))), jnp.pad(hidden_RSD, (*end, (0, 0)))
 
 
 @functools.partial(jax.jit, static_argnames=("config",))
@@ -174,14 +179,13 @@ def _accepted(
     config: DrafterConfig,
     params: Params,
     frozen: Frozen,
-    text_RS: jax.Array,
-    taps_RSMD: jax.Array,
+    seen: Committed,
     anchors_A: jax.Array,
 ) -> jax.Array:
     """Leading drafts [R, A] that are the text itself."""
+    text_RS = seen.tokens_BS
     anchors_RA = jnp.broadcast_to(anchors_A[None, :], (text_RS.shape[0], anchors_A.shape[0]))
-    committed = Committed(text_RS, taps_RSMD, jnp.zeros_like(taps_RSMD[:, :, 0]))
-    logits_RAGV = registry.teacher_forced(config, params, frozen, committed, anchors_RA).logits_BAGV
+    logits_RAGV = registry.teacher_forced(config, params, frozen, seen, anchors_RA).logits_BAGV
     draft_RAG = jnp.argmax(logits_RAGV, axis=-1)
     if frozen.draft_to_target_V is not None:
         draft_RAG = frozen.draft_to_target_V[draft_RAG]

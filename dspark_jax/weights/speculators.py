@@ -64,10 +64,7 @@ def normalise(keys: Keys, target: TargetConfig | None) -> DrafterConfig:
 
 def _layout(keys: Keys, block: int) -> Layout:
     """By how many tokens a block proposes; `sample_from_anchor`, which old files lack, must say the same."""
-    section = keys.section("speculators_config")
-    methods, chosen = section.take("proposal_methods", list, []), section.take("default_proposal_method", str, None)
-    named = [method for method in methods if chosen in (None, method.get("proposal_type"))] or methods
-    tokens = named[0].get("speculative_tokens") if named else None
+    tokens = speculative_tokens(keys)
     flag = keys.take("sample_from_anchor", bool, None)
     by_tokens = {block: True, block - 1: False}.get(tokens) if isinstance(tokens, int) else None
     if flag is None and by_tokens is None and tokens is not None:
@@ -81,6 +78,14 @@ def _layout(keys: Keys, block: int) -> Layout:
             " expected 0 where it is true, 1 where it is false"
         )
     return "anchor_first" if (by_tokens if flag is None else flag) else "fill_in"
+
+
+def speculative_tokens(keys: Keys) -> Any:
+    """What the default proposal method, or the first one, says of the tokens a block proposes; None: nothing."""
+    section = keys.section("speculators_config")
+    methods, chosen = section.take("proposal_methods", list, []), section.take("default_proposal_method", str, None)
+    named = [method for method in methods if chosen in (None, method.get("proposal_type"))] or methods
+    return named[0].get("speculative_tokens") if named else None
 
 
 def describe(config: DrafterConfig, description: Description) -> dict[str, Any]:

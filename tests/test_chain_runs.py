@@ -1,0 +1,109 @@
+"""EAGLE-3 and MTP through what runs every drafter: `generate`, the engine, the training step."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import good_chain, make_target, random_tokens
+
+from dspark_jax import ConfigError, generate
+from dspark_jax.config import DraftSettings, drafter_config
+from serve.curves import Curves
+from serve.engine import Engine, EngineConfig
+from serve.scheduler import Request
+from serve.server import Server
+from train import data, setup
+from train.evaluate import to_batch
+from train.main import load_config
+from train.step import train_step
+
+CONFIG = Path(__file__).resolve().parents[1] / "configs" / "tiny.py"
+TARGET = make_target(mixing=0.15)
+PROMPTS = [random_tokens(i, length).tolist() for i, length in enumerate((1, 3, 12, 20))]
+NEW = 12
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[list[int]]:
+    return [one.tokens for one in generate(TARGET, None, PROMPTS, NEW)]
+
+
+@pytest.mark.parametrize("name", ["eagle3", "mtp"])
+def test_greedy_text_is_the_targets_own(name: str, plain: list[list[int]]) -> None:
+    """Whether the drafter is good or its weights are nonsense."""
+    good = good_chain(TARGET, name)
+    texts = generate(TARGET, good, PROMPTS, NEW)
+    assert [one.tokens for one in texts] == plain
+    assert np.mean([r.accepted for one in texts for r in one.rounds]) > 1
+    nonsense = dataclasses.replace(good, params=jax.tree.map(jnp.flip, good.params))
+    assert [one.tokens for one in generate(TARGET, nonsense, PROMPTS, NEW)] == plain
+
+
+@pytest.mark.parametrize("name", ["eagle3", pytest.param("mtp", marks=pytest.mark.slow)])
+def test_the_engine_writes_the_same_text(name: str, plain: list[list[int]]) -> None:
+    """Prompts over several pages and prefill chunks, prefixes of every length verified."""
+    config = EngineConfig(
+        max_requests=4, request_sizes=(4,), max_context=64, page_size=8, prefill_lengths=(16,), shortlist=16
+    )
+    engine = Engine(TARGET, good_chain(TARGET, name), config)
+    engine.token_buckets = {4: (8, 20)}
+    engine.compile([("prefill", 16), ("plain", 4), ("round", 4, 8), ("round", 4, 20)])
+    curves = Curves({(4, t, s): 1e-3 + 1e-4 * t for t in (0, 8, 20) for s in (False, True)})
+    for policy in ("fixed:4", "scheduled"):
+        server = Server(engine, policy, curves)
+        texts = [server.submit(Request(tuple(prompt), NEW)) for prompt in PROMPTS]
+        server.run()
+        assert [text.tokens for text in texts] == plain
+        assert sum(text.accepted for text in texts) > 8
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("eagle3", {"target_layer_ids": (-1, 1), "draft_vocab_size": 300}),
+        pytest.param("mtp", {"target_layer_ids": (), "draft_vocab_size": 0}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_few_steps_lower_the_loss(name: str, changes: dict[str, Any]) -> None:
+    config = load_config(CONFIG)
+    draft = DraftSettings(algorithm=name, block_size=3, **changes)
+    run = setup.build(dataclasses.replace(config, draft=draft), None)
+    rows = [data.element((record,), run.shapes[0], np.random.default_rng(3)) for record in run.train[:4]]
+    batch = to_batch(jax.tree.map(lambda *leaves: np.stack(leaves), *rows))
+    state, losses = run.first_state(), []
+    for _ in range(8):
+        state, metrics = train_step(run.models, run.mesh, state, run.weights, batch)
+        losses.append(float(metrics["loss"]))
+    assert np.isfinite(losses).all()
+    assert losses[-1] < 0.97 * losses[0]
+
+
+TINY = TARGET.config
+
+
+def test_settings_become_the_drafter_they_describe() -> None:
+    eagle3 = drafter_config(DraftSettings(algorithm="eagle3", mask_token_id=39, target_layer_ids=(-1, 0)), TINY)
+    assert (eagle3.num_layers, eagle3.mask_token_id, eagle3.markov_rank, eagle3.num_drafts) == (1, -1, 0, 7)
+    assert eagle3.confidence_head and not eagle3.confidence_with_markov
+    mtp = drafter_config(DraftSettings(algorithm="mtp", block_size=1), TINY)
+    assert (mtp.target_layer_ids, mtp.num_drafts) == ((), 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"markov_rank": 8}, "draft markov_rank = 8: eagle3 drafters have 0; leave it out"),
+        ({"num_layers": 2}, "draft num_layers = 2: eagle3 drafters have 1"),
+        ({"layout": "fill_in"}, "draft layout = 'fill_in'"),
+        ({"algorithm": "mtp", "target_layer_ids": (0,)}, r"draft target_layer_ids = \(0,\): mtp drafters have \(\)"),
+        ({"algorithm": "mtp", "num_taps": 3}, "draft num_taps = 3: mtp drafters have 0"),
+        ({"algorithm": "dspark", "markov_rank": 4}, "mask_token_id = -1 is outside"),
+    ],
+)
+def test_settings_that_are_not_used_are_refused_by_name(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        drafter_config(DraftSettings(**({"algorithm": "eagle3", "target_layer_ids": (0,)} | settings)), TINY)
