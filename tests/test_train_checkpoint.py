@@ -154,3 +154,11 @@ def test_another_drafter_is_refused_by_field(tmp_path: Path) -> None:
     check_drafter(stored, DRAFTER, tmp_path)
     with pytest.raises(ConfigError, match="num_layers 1 there, 2 here"):
         check_drafter(stored, dataclasses.replace(DRAFTER, num_layers=2), tmp_path)
+
+
+def test_a_field_newer_than_the_checkpoint_has_its_default_there(tmp_path: Path) -> None:
+    fields = json.loads(json.dumps(dataclasses.asdict(DRAFTER)))
+    stored = facts(1, drafter={name: value for name, value in fields.items() if name != "markov_head_type"})
+    check_drafter(stored, DRAFTER, tmp_path)
+    with pytest.raises(ConfigError, match="markov_head_type 'vanilla' there, 'rnn' here"):
+        check_drafter(stored, dataclasses.replace(DRAFTER, markov_rank=4, markov_head_type="rnn"), tmp_path)

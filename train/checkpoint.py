@@ -129,8 +129,9 @@ def check_drafter(facts: RunFacts, config: DrafterConfig, directory: Path) -> No
     """Raises ConfigError naming the fields in which a checkpoint's drafter differs from the one asked for. A field that
     is newer than the checkpoint has its default there."""
     wanted = json.loads(json.dumps(dataclasses.asdict(config)))
-    defaults = {field.name: field.default for field in dataclasses.fields(config)}
-    there = json.loads(json.dumps({name: facts.drafter.get(name, defaults[name]) for name in wanted}, default=str))
+    fields = dataclasses.fields(config)
+    defaults = {field.name: field.default for field in fields if field.default is not dataclasses.MISSING}
+    there = json.loads(json.dumps(defaults)) | facts.drafter
     differing = [
         f"{name} {there[name]!r} there, {value!r} here" for name, value in wanted.items() if there[name] != value
     ]
