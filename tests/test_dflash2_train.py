@@ -16,43 +16,12 @@ from train.step import init_state
 from train.tiny import tiny_target
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "tiny.py"
-SETTINGS = [
-    "--draft.algorithm",
-    "dflash2",
-    "--draft.layout",
-    "fill_in",
-    "--draft.block-size",
-    "5",
-    "--draft.window",
-    "64",
-    "--draft.conv-group-size",
-    "8",
-    "--draft.selector-rank",
-    "8",
-    "--draft.selector-top-k",
-    "6",
-    "--draft.selector-tied",
-    "--loss.ce",
-    "1",
-    "--loss.tv",
-    "0",
-    "--loss.base-ce",
-    "1",
-    "--optimizer.learning-rate",
-    "1e-2",
-    "--data.num-anchors",
-    "8",
-    "--train.max-steps",
-    "16",
-    "--train.log-every",
-    "2",
-    "--train.eval-every",
-    "16",
-    "--train.eval-prompts",
-    "2",
-    "--train.eval-tokens",
-    "8",
-]
+DRAFT = """--draft.algorithm dflash2 --draft.layout fill_in --draft.block-size 5 --draft.window 64
+    --draft.conv-group-size 8 --draft.selector-rank 8 --draft.selector-top-k 6 --draft.selector-tied"""
+LOSS = "--loss.ce 1 --loss.tv 0 --loss.base-ce 1 --optimizer.learning-rate 1e-2 --data.num-anchors 8"
+TRAIN = """--train.max-steps 16 --train.log-every 2 --train.eval-every 16 --train.eval-prompts 2
+    --train.eval-tokens 8"""
+SETTINGS = f"{DRAFT} {LOSS} {TRAIN}"
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +29,7 @@ def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run; what it printed lies beside it."""
     path = tmp_path_factory.mktemp("train") / "run"
     with path.with_suffix(".log").open("w") as log, contextlib.redirect_stdout(log):
-        assert main(["--config", str(CONFIG), "--workdir", str(path), *SETTINGS]) == 0
+        assert main(["--config", str(CONFIG), "--workdir", str(path), *SETTINGS.split()]) == 0
     return path
 
 

@@ -1,4 +1,4 @@
-"""Drafters in the other public formats: how each is recognised and read, from a folder or the Hub, and what is refused."""
+"""Drafters in the other public formats: how each is recognised and read, from folder or Hub, and what is refused."""
 
 import json
 from pathlib import Path
