@@ -9,7 +9,7 @@ import pytest
 
 from dspark_jax import LossConfig
 from dspark_jax.config import ConfigError
-from dspark_jax.drafters.base import DraftOutput
+from dspark_jax.drafters.base import NEVER, DraftOutput
 from dspark_jax.losses import Shares, SlotTerms, drafter_loss, loss_sums, slot_terms, total_loss
 
 LN2, LN3, LN4 = math.log(2), math.log(3), math.log(4)
@@ -108,7 +108,7 @@ def test_tau_is_one_plus_the_mean_chain_of_acceptances(drafts):
     mask = np.arange(drafts)[None, None, :] < supervised[None, :, None]
     zero = jnp.zeros(acceptance.shape)
     _, metrics = total_loss(
-        loss_sums(SlotTerms(*[zero] * 4, acceptance, *[zero] * 3), mask, LossConfig()), LossConfig()
+        loss_sums(SlotTerms(*[zero] * 4, acceptance, *[zero] * 4), mask, LossConfig()), LossConfig()
     )
     chains = [np.cumprod(row[:count]).sum() for row, count in zip(acceptance[0], supervised, strict=True) if count]
     np.testing.assert_allclose(metrics["tau"], 1 + np.mean(chains), rtol=1e-6)
@@ -209,8 +209,48 @@ def test_base_moves_ce_and_tv_to_the_logits_before_the_sequential_head():
     np.testing.assert_allclose(final, loss_of(out, labels, mask, teacher, LossConfig())[0], rtol=1e-6)
 
 
+def test_base_ce_adds_the_parallel_logits_cross_entropy_hard_and_soft():
+    out, labels, mask, teacher = random_case(14)
+    base = random_case(15)[0].logits_BAGV
+    config = LossConfig(ce=1.0, tv=0.0, base_ce=0.5)
+    sums = loss_sums(terms_of(*out, labels, teacher, base_logits=base), mask, config)
+    loss, parts = total_loss(sums, config)
+    np.testing.assert_allclose(loss, parts["ce"] + 0.5 * parts["base_ce"] + parts["confidence"], rtol=1e-6)
+    of_base, base_parts = loss_of(DraftOutput(base, None), labels, mask, teacher, config)
+    np.testing.assert_allclose((parts["base_ce"], parts["base_soft_ce"]), (base_parts["ce"], base_parts["soft_ce"]))
+    soft, _ = total_loss(sums, config, Shares(soft=1.0))
+    expected = parts["soft_ce"] + 0.5 * base_parts["soft_ce"] + parts["confidence"]
+    np.testing.assert_allclose(soft, expected, rtol=1e-6)
+    np.testing.assert_allclose(of_base, base_parts["ce"], rtol=1e-6)
+
+
+def test_what_a_law_cannot_draw_is_distance_and_no_cross_entropy():
+    out, labels, _, teacher = random_case(16)
+    possible = np.random.default_rng(17).random(out.logits_BAGV.shape) < 0.6
+    possible[..., 0] = True
+    logits = np.where(possible, out.logits_BAGV, NEVER)
+    terms = terms_of(logits, None, labels, teacher)
+    q = np.where(possible, np.exp(out.logits_BAGV), 0.0)
+    q /= q.sum(-1, keepdims=True)
+    p = np.asarray(jax.nn.softmax(jnp.asarray(teacher)))
+    of_label = np.take_along_axis(q, labels[..., None], axis=-1)[..., 0]
+    np.testing.assert_allclose(terms.label_q, of_label, atol=1e-6)
+    np.testing.assert_allclose(terms.ce, np.where(of_label > 0, -np.log(np.maximum(of_label, 1e-30)), 0), atol=1e-5)
+    np.testing.assert_allclose(terms.tv, np.abs(p - q).sum(-1), atol=1e-5)
+    soft = -np.sum(np.where(possible, p * np.log(np.where(possible, q, 1.0)), 0.0), axis=-1)
+    np.testing.assert_allclose(terms.soft_ce, soft, rtol=1e-5)
+    assert 0 < (of_label == 0).sum() < of_label.size
+    given = terms_of(logits, None, np.where(labels == 1, -1, labels), teacher, label_ce=jnp.full(labels.shape, 7.0))
+    np.testing.assert_array_equal(given.ce, np.where(labels == 1, 0.0, 7.0))
+
+    gradient = jax.jit(jax.grad(lambda x: sum(jnp.sum(t) for t in terms_of(x, None, labels, teacher)[:3])))(logits)
+    assert np.isfinite(gradient).all()
+    assert not np.asarray(gradient)[~possible].any()
+
+
 @pytest.mark.parametrize(
-    "settings", [{"decay": -1.0}, {"dpace": 1.0}, {"base_until": 1.5}, {"soft_until": -0.1}, {"ce": -1.0}]
+    "settings",
+    [{"base_ce": -1.0}, {"decay": -1.0}, {"dpace": 1.0}, {"base_until": 1.5}, {"soft_until": -0.1}, {"ce": -1.0}],
 )
 def test_loss_settings_that_mean_nothing_are_refused(settings):
     with pytest.raises(ConfigError, match=f"loss {next(iter(settings))} = "):

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from tiny import make_drafter, make_target
+from tiny import DFLASH2, make_drafter, make_target
 
 from dspark_jax.target import Target
 from dspark_jax.weights import export, inspect
@@ -90,6 +90,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "deepspec, speculators, rnn": ("deepspec", "speculators", {"markov_head_type": "rnn"}),
     "speculators, deepspec": ("speculators", "deepspec", {}),
     "zlab, speculators": ("zlab", "speculators", FILL_IN | {"layer_windows": (7, 0), "layer_causal": (True, False)}),
+    "zlab, zlab 2": ("zlab", "zlab", DFLASH2 | {"layout": "fill_in", "block_size": 5, "layer_windows": (7, 7)}),
     "deepspec, deepspec": ("deepspec", "deepspec", {"layer_windows": (0, 5)}),
 }
 
@@ -222,6 +223,7 @@ def test_a_training_runs_folder_will_do(tmp_path: Path, capsys: pytest.CaptureFi
 def test_bad_input_ends_with_two_and_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written(tmp_path / "full")
     written(tmp_path / "reduced", ids=IDS)
+    written(tmp_path / "second", "zlab", **DFLASH2)
     (tmp_path / "busy").mkdir()
     (tmp_path / "busy" / "file").touch()
     (tmp_path / "junk").mkdir()
@@ -231,6 +233,7 @@ def test_bad_input_ends_with_two_and_one_line(tmp_path: Path, capsys: pytest.Cap
         ((tmp_path / "none", "--format", "deepspec", out), "no such drafter directory"),
         ((tmp_path / "junk", "--format", "deepspec", out), "cannot be read as JSON"),
         ((tmp_path / "full", "--format", "zlab", out), "cannot hold the layout 'anchor_first'"),
+        ((tmp_path / "second", "--format", "deepspec", out), "cannot hold a drafter of algorithm 'dflash2'"),
         ((tmp_path / "full", "--format", "deepspec", tmp_path / "busy"), "not an empty folder"),
         ((tmp_path / "full", "--format", "deepspec", tmp_path / "junk" / "config.json"), "not an empty folder"),
         ((tmp_path / "reduced", "--format", "speculators", out), "name its target with --target"),
@@ -247,6 +250,39 @@ def test_bad_input_ends_with_two_and_one_line(tmp_path: Path, capsys: pytest.Cap
     capsys.readouterr()
     assert inspect.main([str(tmp_path / "none")]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_a_target_makes_tables_of_tied_codebooks(tmp_path: Path) -> None:
+    """The public form of a DFlash 2 drafter that was trained on projections of the embedding."""
+    target = target_folder(tmp_path / "target")
+    written(tmp_path / "a", "zlab", **DFLASH2 | {"selector_tied": True, "layout": "fill_in", "block_size": 5})
+    for name, options in (("same", ()), ("tables", ("--target", target))):
+        assert run(tmp_path / "a", "--format", "zlab", tmp_path / name, *options) == 0
+    assert tensor_bytes(tmp_path / "same") == tensor_bytes(tmp_path / "a")
+    tied, tables = (load_file(tmp_path / name / "model.safetensors") for name in ("same", "tables"))
+    place = "candidate_selector."
+    assert tied.keys() - tables.keys() == {f"{place}{name}_projection.weight" for name in ("predecessor", "successor")}
+    for name in ("predecessor", "successor"):
+        table, projection = tables[f"{place}{name}_codebook"], tied[f"{place}{name}_projection.weight"]
+        exact = np.asarray(TARGET.params["embed"]) @ projection.astype(np.float32).T
+        np.testing.assert_allclose(table.astype(np.float32), exact, rtol=0.02, atol=0.02)  # bfloat16
+    assert "selector_tied" not in json.loads((tmp_path / "tables" / "config.json").read_text())["dflash_config"]
+
+
+def test_inspect_shows_a_selector(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    written(tmp_path / "a", "zlab", **DFLASH2 | {"layer_windows": (7, 7)})
+    assert inspect.main([str(tmp_path / "a")]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for text in (
+        "z-lab DFlash 2",
+        "selector, rank 6, 5 candidates a draft; codebooks are tables of their own",
+        "around attention and MLP, coefficients shared by 8 channels",
+        "window 7",
+    ):
+        assert text in shown, text
 
 
 def test_inspect_shows_what_matters(

@@ -41,7 +41,8 @@ def fill(shapes: Any, seed: int) -> Any:
             return jnp.asarray(rng.normal(size=leaf.shape), jnp.float32)
         if len(leaf.shape) < 2:
             return jnp.asarray(1 + 0.3 * rng.normal(size=leaf.shape), jnp.float32)
-        fan_in = 1 if name in ("embed", "w1") else np.prod(leaf.shape[1:]) if name in ("o", "fc") else leaf.shape[-1]
+        loud = ("embed", "w1", "predecessor", "base_kernel")
+        fan_in = 1 if name in loud else np.prod(leaf.shape[1:]) if name in ("o", "fc") else leaf.shape[-1]
         return jnp.asarray(rng.normal(size=leaf.shape) / np.sqrt(fan_in), jnp.float32)
 
     return jax.tree_util.tree_map_with_path(draw, shapes)
@@ -131,6 +132,12 @@ def good_chain(target: Target, algorithm: str) -> Drafter:
         layer["o"] = jnp.repeat(value, group, axis=0).transpose(2, 0, 1) / group
     backbone |= {"embed_norm": ones, "hidden_norm": ones * 0, "norm": target.params["final_norm"], "layers_0": layer}
     return dataclasses.replace(drafter, params=drafter.params | {"backbone": backbone})
+
+
+DFLASH2: dict[str, Any] = {
+    "algorithm": "dflash2", "markov_rank": 0, "confidence_head": False, "confidence_with_markov": False,
+    "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 5,
+}  # fmt: skip
 
 
 def committed(tokens: np.ndarray | jax.Array, taps: np.ndarray | jax.Array) -> Committed:

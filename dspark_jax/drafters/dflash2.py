@@ -117,6 +117,9 @@ def fold(config: DrafterConfig, params: Params, frozen: Frozen) -> tuple[Drafter
     selector = dict(params["selector"])
     predecessor, successor = (selector.pop(f"{name}_projection") for name in ("predecessor", "successor"))
     drafted_VD = frozen.embed_VD if frozen.draft_to_target_V is None else frozen.embed_VD[frozen.draft_to_target_V]
-    selector["predecessor"] = layers.linear(frozen.embed_VD, predecessor).astype(predecessor.dtype)
-    selector["successor"] = layers.linear(drafted_VD, successor).astype(successor.dtype)
+    for name, table_VD, projection in (
+        ("predecessor", frozen.embed_VD, predecessor),
+        ("successor", drafted_VD, successor),
+    ):
+        selector[name] = layers.linear(jnp.asarray(table_VD), jnp.asarray(projection)).astype(projection.dtype)
     return dataclasses.replace(config, selector_tied=False), params | {"selector": selector}
