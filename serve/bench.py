@@ -97,8 +97,9 @@ def run(
     compiled = time.perf_counter()
     curves = profile.measure(drafting, on_point=lambda text: on_step(f"timing {text}", 0))
     on_step("timed", 1)
-    policies = ("off", f"fixed:{drafting.num_drafts}", settings.policy)
     bench = Bench(target, plain, drafting, curves, settings.tokens, settings.seed)
+    for requests in REQUESTS:
+        bench.warm_up(next(iter(prompts.values()))[:requests])
     rows, differences = [], []
     for requests in REQUESTS:
         for temperature in TEMPERATURES:
@@ -106,7 +107,8 @@ def run(
                 chosen = ids[: settings.single if requests == 1 else settings.limit]
                 where = f"{report.requests_text(requests)}, temperature {temperature:g}, {domain}"
                 tell = _teller(on_step, where)
-                cell = bench.cell(domain, chosen, requests, temperature, list(dict.fromkeys(policies)), tell)
+                policies = compared(settings.policy, drafting.num_drafts, temperature)
+                cell = bench.cell(domain, chosen, requests, temperature, policies, tell)
                 on_step(where, 1)
                 rows += cell.rows
                 differences += cell.differences
@@ -121,6 +123,12 @@ def run(
         "compile_seconds": compiled - began,
         "total_seconds": time.perf_counter() - began,
     }
+
+
+def compared(policy: str, num_drafts: int, temperature: float) -> list[str]:
+    """The policies of a cell, plain decoding first. What verifying every draft would do is shown for greedy texts."""
+    everything = [f"fixed:{num_drafts}"] if temperature == 0 else []
+    return list(dict.fromkeys(["off", *everything, policy]))
 
 
 def _teller(on_step: Callable[[str, int], None], where: str) -> Callable[[str], None]:

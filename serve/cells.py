@@ -52,6 +52,10 @@ class Bench:
         self.target, self.plain, self.drafting, self.curves = target, plain, drafting, curves
         self.tokens, self.seed = tokens, seed
 
+    def warm_up(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Decodes once for nothing: the first texts of a process are slow, whatever policy they happen to have."""
+        self._decode(prompts, "off", 0.0, 0)
+
     def cell(
         self, domain: str, prompts: Sequence[Sequence[int]], requests: int, temperature: float,
         policies: Sequence[str], on_policy: Callable[[str], None],

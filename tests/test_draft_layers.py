@@ -71,7 +71,8 @@ def test_a_row_sees_its_block_as_far_as_the_rule_goes(kind):
     @jax.jit
     def hidden(rows: jax.Array) -> jax.Array:
         model = dspark.DSparkModel(drafter.config)
-        out = model.apply({"params": drafter.params}, taps, rows, jnp.array([[ANCHOR]]), jnp.zeros((1, 1, 4), int))
+        previous = jnp.zeros((1, 1, 4), int)
+        out = model.apply({"params": drafter.params}, taps, rows, jnp.array([[ANCHOR]]), previous, None)
         return out[0][0, 0]
 
     before = np.asarray(hidden(embedded))

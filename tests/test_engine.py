@@ -13,7 +13,7 @@ from tiny import good_drafter, make_target, random_tokens
 from dspark_jax import ConfigError, SamplingParams, generate
 from serve import rounds
 from serve.curves import Curves
-from serve.engine import Engine, EngineConfig
+from serve.engine import Engine, EngineConfig, trace
 from serve.scheduler import Request, Text
 from serve.server import Server
 from serve.sizes import request_buckets, token_buckets
@@ -215,5 +215,6 @@ def test_a_round_keeps_two_arrays_of_logits():
     """Memory of verification: the packed logits and their laws are whole, all else is rows of a request or less."""
     target = make_target(mixing=0.15, vocab_size=8192)
     config = EngineConfig(max_requests=16, request_sizes=(16,), max_context=32, page_size=16, prefill_lengths=(16,))
-    program = Engine(target, good_drafter(target), config)._lower(("round", 16, 64)).compile()
+    made = Engine(target, good_drafter(target), config)
+    program = trace(made.models, config, ("round", 16, 64), made.weights, made.state, None).lower().compile()
     assert program.memory_analysis().temp_size_in_bytes < 3 * (64 * 8192 * 4)

@@ -86,6 +86,7 @@ def p_values(target: Target, drafter: Drafter | None, verify, samples: int = SAM
     return np.array(values), np.array([r.accepted for generation in out for r in generation.rounds])
 
 
+@pytest.mark.slow
 def test_plain_decoding_follows_the_targets_law():
     values, _ = p_values(TARGET, None, "token")
     assert values.min() > 1e-3, values
@@ -106,6 +107,7 @@ def test_drafted_decoding_follows_the_targets_law(drafter, verify):
     assert 0.5 < accepted.mean() < 3.5, "drafts of every quality are needed for this to mean something"
 
 
+@pytest.mark.slow
 def test_a_verifier_that_accepts_everything_is_caught(monkeypatch):
     def accept_all(target_law_RG1V, draft, lengths_R):
         inside_RG = jnp.arange(draft.tokens_RG.shape[1])[None, :] < lengths_R[:, None]

@@ -35,6 +35,7 @@ def eight() -> dict:
     return json.loads(out.splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.multidevice
 @pytest.mark.parametrize("name", ["8x1x1 in 1", "1x8x1 in 1", "2x2x2 in 1", "2x2x2 in 2"])
 def test_a_mesh_and_accumulation_change_neither_loss_nor_gradients(eight: dict, name: str) -> None:
@@ -44,6 +45,7 @@ def test_a_mesh_and_accumulation_change_neither_loss_nor_gradients(eight: dict, 
     assert measured["split"] == (0 if name.startswith("8x1x1") else 9)  # every matrix
 
 
+@pytest.mark.slow
 @pytest.mark.multidevice
 @pytest.mark.parametrize(("name", "times"), [("8x1x1 in 1", 2), ("1x8x1 in 1", 1)])
 def test_gradients_are_exchanged_once_and_not_in_every_chunk_of_blocks(eight: dict, name: str, times: int) -> None:
@@ -51,6 +53,7 @@ def test_gradients_are_exchanged_once_and_not_in_every_chunk_of_blocks(eight: di
     assert eight["meshes"][name]["sent"] == pytest.approx(times * 7 / 8, rel=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.multidevice
 def test_the_state_keeps_its_split_and_the_step_is_compiled_once(eight: dict) -> None:
     assert eight["lost"] == [0, 0]

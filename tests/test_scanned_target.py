@@ -62,6 +62,7 @@ def test_layers_share_a_pool_without_touching_each_other():
     assert tables == [[[2, 12], [0, 12]], [[6, 12], [4, 12]], [[10, 12], [8, 12]]]
 
 
+@pytest.mark.slow
 def test_a_loop_over_layers_copies_no_page():
     """Temporaries do not grow with the pool: it is carried and written in place."""
     temporaries = []

@@ -102,6 +102,7 @@ def test_places_by_hand():
     np.testing.assert_allclose(places, [[0.5 + 0.15, 0.75 + 0.125]], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_sampled_texts_are_uniform_in_their_own_law_only():
     prompts = [PROMPTS[0]] * 96
     done = generate(TARGET, None, prompts, 12, SamplingParams(1.0), seed=3, batch_size=96)

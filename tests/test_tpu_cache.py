@@ -53,7 +53,13 @@ def normal(rng: np.random.Generator, *shape: int) -> jax.Array:
     return jnp.asarray(rng.normal(size=shape), jnp.float32)
 
 
-@pytest.mark.parametrize("kernel", [shipped, ragged_reference.attention], ids=["shipped", "traceable"])
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        pytest.param(shipped, id="shipped", marks=pytest.mark.slow),
+        pytest.param(ragged_reference.attention, id="traceable"),
+    ],
+)
 @pytest.mark.parametrize(
     ("head_dim", "rule"), [(128, DEFAULT), (16, Rule(scale=0.3, softcap=2.0, window=5))], ids=["128", "16-window"]
 )
@@ -125,6 +131,7 @@ def test_what_the_kernel_cannot_read_is_refused():
         check_kernel(8, jnp.dtype("bfloat16"), 16)
 
 
+@pytest.mark.slow
 @pytest.mark.multidevice
 def test_meshes_and_page_layouts_change_no_token():
     """Plain rounds, drafting rounds and prefills of one device, of four (fsdp 2, tensor 2), with the TPU's pages, its

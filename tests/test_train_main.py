@@ -85,6 +85,7 @@ def test_the_drafter_written_is_the_drafter_trained(straight: Path) -> None:
     assert str(Path.cwd()) not in (straight / "drafter" / "config.json").read_text()
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_a_resumed_run_ends_where_a_straight_one_does(
     straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -35,6 +35,7 @@ def chunked(run: setup.Run, blocks: int) -> StepModels:
     return run.models._replace(train=dataclasses.replace(run.config.train, blocks_per_chunk=blocks))
 
 
+@pytest.mark.slow
 def test_chunks_change_neither_values_nor_gradients(run: setup.Run, batch: Batch) -> None:
     params = init_state(run.drafter, run.config).params
 

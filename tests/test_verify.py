@@ -205,6 +205,7 @@ def p_value(tokens: np.ndarray, law: np.ndarray) -> float:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verifier", VERIFY)
 def test_sampled_token_pairs_follow_the_target(verifier):
     tokens, law, accepted = decode_two()
@@ -218,6 +219,7 @@ def test_block_verification_accepts_no_less_when_sampled():
     assert accepted["block"].mean() >= accepted["token"].mean()
 
 
+@pytest.mark.slow
 def test_the_sampled_check_has_the_power_to_fail():
     tokens, law, _ = decode_two(greedy_with_softmax=True)
     assert all(p_value(tokens[name][0::4], law[0]) < 1e-9 for name in VERIFY)
