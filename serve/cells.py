@@ -51,10 +51,11 @@ class Bench:
     def __init__(self, target: Target, plain: Engine, drafting: Engine, curves: Curves, tokens: int, seed: int) -> None:
         self.target, self.plain, self.drafting, self.curves = target, plain, drafting, curves
         self.tokens, self.seed = tokens, seed
+        self._servers: dict[str, Server] = {}
 
     def warm_up(self, prompts: Sequence[Sequence[int]]) -> None:
         """Decodes once for nothing: the first texts of a process are slow, whatever policy they happen to have."""
-        self._decode(prompts, "off", 0.0, 0)
+        self.decode(prompts, "off", 0.0, 0)
 
     def cell(
         self, domain: str, prompts: Sequence[Sequence[int]], requests: int, temperature: float,
@@ -84,8 +85,8 @@ class Bench:
 
     def decode(self, prompts: Sequence[Sequence[int]], policy: str, temperature: float, first: int) -> Batch:
         """Prompts all at once under a policy; prompt i draws with the bench's seed + first + i."""
-        server = Server(self.plain if policy == "off" else self.drafting, policy, self.curves)
-        stop = self.target.config.eos_token_ids
+        server = self._server(policy)
+        before, stop = server.totals.rounds, self.target.config.eos_token_ids
         texts = [
             server.submit(Request(tuple(ids), self.tokens, SamplingParams(temperature), self.seed + first + i, stop))
             for i, ids in enumerate(prompts)
@@ -93,7 +94,13 @@ class Bench:
         server.start()
         start = server.clock()
         server.run()
-        return Batch([as_generation(text) for text in texts], server.clock() - start, server.totals.rounds)
+        return Batch([as_generation(text) for text in texts], server.clock() - start, server.totals.rounds - before)
+
+    def _server(self, policy: str) -> Server:
+        """One server a policy for the whole run, as in use: what a policy has learnt of a drafter it keeps."""
+        if policy not in self._servers:
+            self._servers[policy] = Server(self.plain if policy == "off" else self.drafting, policy, self.curves)
+        return self._servers[policy]
 
     def _numbers(self, base: Sequence[Batch], batches: Sequence[Batch]) -> dict[str, Any]:
         generations = [g for batch in batches for g in batch.generations]
