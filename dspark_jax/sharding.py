@@ -34,7 +34,7 @@ _RULES: tuple[tuple[str, _Spec], ...] = (
     (r"layers(_\d+)?/o", ("fsdp", "tensor", None)),
     (r"layers(_\d+)?/(gate|up)", ("tensor", "fsdp")),
     (r"layers(_\d+)?/down", ("fsdp", "tensor")),
-    (r"backbone/fc", ("fsdp", None, "tensor")),
+    (r"backbone/fc", ("tensor", None, "fsdp")),
     (r"markov/(w1|w2)", ("tensor", "fsdp")),
     (r"markov/(gate|joint)", (None, "fsdp")),
     (r"markov/(gate|joint)_bias", (None,)),
