@@ -36,7 +36,7 @@ _RULES: tuple[tuple[str, _Spec], ...] = (
     (r"layers(_\d+)?/down", ("fsdp", "tensor")),
     (r"layers(_\d+)?/\w+_conv/base_kernel", (None, None, None)),
     (r"layers(_\d+)?/\w+_conv/kernel_projection", (None, None, None, "fsdp")),
-    (r"backbone/fc", ("fsdp", None, "tensor")),
+    (r"backbone/fc", ("tensor", None, "fsdp")),
     (r"markov/(w1|w2)", ("tensor", "fsdp")),
     (r"markov/(gate|joint|tied|hidden_in|merge)", (None, "fsdp")),
     (r"markov/(gate|joint)_bias", (None,)),

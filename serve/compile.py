@@ -64,8 +64,9 @@ class Command:
     """A TPU slice: v5e:2x4, v5p:2x2x1, v6e:2x2, ..."""
     requests: int = 64
     """Most requests at a time."""
-    bucket_growth: int = 2
-    """How many times larger each bucket of requests and of tokens is than the one before (EngineConfig)."""
+    bucket_growth: int = 4
+    """How many times larger each bucket of requests and of tokens is than the one before (EngineConfig, where it is 2:
+    twice as many programs)."""
     context: int = 2048
     """Context of each request that the times assume."""
     max_context: int = 4096
@@ -160,9 +161,9 @@ def weights_read(models: Models, weights: Weights, kind: str) -> int:
     """Bytes of the weights that a device reads in a round, each once: all matrices but an embedding that is no head,
     and where it drafts those of the drafter and the head again."""
     assert weights.frozen is not None
-    read = slices.device_bytes(weights.target) - (
-        0 if models.target.tied_head else slices.device_bytes(weights.target["embed"])
-    )
+    read = slices.device_bytes(weights.target)
+    if not models.target.tied_head:
+        read -= slices.device_bytes(weights.target["embed"])
     return read + (slices.device_bytes((weights.drafter, weights.frozen.head_VD)) if kind == "round" else 0)
 
 

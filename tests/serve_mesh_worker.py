@@ -3,16 +3,21 @@ tokens as JSON."""
 
 import dataclasses
 import json
+import re
 
 import jax
 import numpy as np
+import pytest
 import ragged_reference
+import test_gpu_attention
+from jax._src.cudnn import fused_attention_stablehlo
+from jax.sharding import Mesh
 from tiny import good_drafter, make_target, random_tokens
 
-from dspark_jax import SamplingParams, sharding, tpu_cache
+from dspark_jax import SamplingParams, kv_cache, sharding, tpu_cache
 from dspark_jax.config import MeshSettings
 from serve import rounds
-from serve.engine import Engine, EngineConfig
+from serve.engine import Engine, EngineConfig, trace
 from serve.rounds import Output
 
 SIZES = EngineConfig(max_requests=2, request_sizes=(2,), max_context=48, page_size=16, prefill_lengths=(16,))
@@ -39,12 +44,24 @@ def play(engine: Engine) -> list[list[int]]:
     return told
 
 
+def cudnn_calls(mesh: Mesh, patch: pytest.MonkeyPatch) -> list[str]:
+    """The queries of each call of cuDNN in a plain round that is lowered for GPUs."""
+    patch.setattr(kv_cache, "platform", lambda: "gpu")
+    patch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
+    engine = Engine(*test_gpu_attention.models("bfloat16"), SIZES, mesh=mesh)
+    traced = trace(engine.models, SIZES, ("plain", 2), engine.weights, engine.state, mesh)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    return re.findall(r"@__cudnn\$fmha.* : \(tensor<([^>]*)>", text)
+
+
 def main() -> None:
     assert jax.device_count() == 4
     target = make_target(mixing=0.15)
     drafter = good_drafter(target)
     mesh = sharding.make_mesh(MeshSettings(data=1, fsdp=2, tensor=2))
     results = {"one": play(Engine(target, drafter, SIZES)), "mesh": play(Engine(target, drafter, SIZES, mesh=mesh))}
+    with pytest.MonkeyPatch.context() as patch:
+        results["cudnn"] = cudnn_calls(mesh, patch)
     tpu_cache.ragged_paged_attention = ragged_reference.attention
     for module in (rounds, tpu_cache):
         module.paged_cache = lambda: tpu_cache.RaggedLayer

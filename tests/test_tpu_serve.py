@@ -86,7 +86,7 @@ def test_a_small_engine_compiles_for_a_topology_and_a_huge_one_does_not_fit(tmp_
             [sys.executable, *command, *arguments], env=known, cwd=REPOSITORY, text=True, capture_output=True
         )
 
-    done = run("--requests", "1", "--bucket-growth", "4", "--max-context", "65536", "--prefill", "64")
+    done = run("--requests", "1", "--max-context", "65536", "--prefill", "64")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "fits: " in done.stdout
     told = json.loads(out.read_text())
