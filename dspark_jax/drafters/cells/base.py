@@ -4,6 +4,7 @@ A cell has one `step`, which the sampler scans over a block, and `block`, which 
 whose tokens are known. The two are the same function; where a closed form exists, `block` is it, else a scan of steps.
 """
 
+import abc
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
@@ -36,7 +37,7 @@ class Previous(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Cell:
+class Cell(abc.ABC):
     """The interface, and what most cells share. `projected` is what `project` makes of hidden states [..., G, D]: one
     product for a whole block, of which `step` is given its own slot's part."""
 
@@ -57,9 +58,9 @@ class Cell:
         """The state before a block's first slot; None where there is none."""
         return None
 
+    @abc.abstractmethod
     def step(self, w: Weights, state: Any, previous: Previous, projected: Any) -> tuple[Any, jax.Array]:
         """The next state, and the latent [..., r] of a slot."""
-        raise NotImplementedError
 
     def block(self, w: Weights, previous: Previous, projected: Any) -> jax.Array:
         """Latents [..., G, r] of blocks whose previous tokens [..., G] are known."""
@@ -86,24 +87,25 @@ class StateCell(Cell):
     tokens, and an n-gram head is the better way to read the last two or three.
     """
 
+    @abc.abstractmethod
     def cell_weights(self) -> dict[str, Weight]:
-        raise NotImplementedError
+        """Parameters beside P, Wo and the norm of z."""
 
+    @abc.abstractmethod
     def read(self, w: Weights, z: jax.Array) -> Any:
         """What the slots [...] of z [..., 2r] give to the recurrence: a tree of [..., *]."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def advance(self, w: Weights, state: jax.Array, slot: Any) -> tuple[jax.Array, jax.Array]:
         """The next state [..., H, *, *], and what is read from it [..., H, S]."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def unroll(self, w: Weights, slots: Any) -> jax.Array:
         """What `advance` reads at every slot of blocks [..., G, H, S]: the closed form."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def finish(self, w: Weights, read: jax.Array, slot: Any) -> jax.Array:
         """Normed and gated, [..., H S]."""
-        raise NotImplementedError
 
     def weights(self) -> dict[str, Weight]:
         c = self.config

@@ -4,6 +4,7 @@ The window stops at the block's start: tokens before the anchor are not read, th
 given the anchor alone; training does the same. What would reach past the start counts as nothing.
 """
 
+import abc
 import functools
 from typing import Any
 
@@ -35,9 +36,9 @@ class _Window(Cell):
         shifted = [padded[..., reach - back : reach - back + length] for back in range(reach + 1)]
         return self.latent(w, jnp.stack(shifted, axis=-1), previous, projected)
 
+    @abc.abstractmethod
     def latent(self, w: Weights, window: jax.Array, previous: Previous, projected: Any) -> jax.Array:
         """[..., r] from the window's ids [..., N], newest first."""
-        raise NotImplementedError
 
 
 class Ngram(_Window):
