@@ -11,7 +11,7 @@ import dataclasses
 import importlib.metadata
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,62 +29,79 @@ from serve.suite_store import FORMAT, Cell, Store, finite
 PACKAGES = ("dspark-jax", "jax", "jaxlib", "flax", "numpy", "transformers")
 
 
-def plan(lab: Lab, sizes: Sizes, questions: Sequence[int], seed: int) -> list[Cell]:
+def plan(lab: Lab, sizes: Sizes, questions: Collection[int], seed: int) -> list[Cell]:
     """Every cell that the questions need, each once, drafter by drafter."""
-    weights = np.asarray(lab.target.params["final_norm"]).tobytes()
-    machine = report.machine()
+    machine, weights = report.machine(), np.asarray(lab.target.params["final_norm"]).tobytes()
     base = {
         "target": [repr(lab.target.config), str(lab.target.dtype), suite_numbers.digest(weights)],
         "jax": [machine["jax"], machine["platform"]],
         "seed": seed,
         "tokens": sizes.tokens,
     }
-    cells: dict[str, Cell] = {}
-
-    def add(kind: str, who: Contender, on: str, settings: dict[str, Any], *needs: Cell) -> Cell:
-        cell = Cell(kind, who.name, on, base | {"drafter": prints[who.name]} | settings, needs)
-        return cells.setdefault(cell.key, cell)
-
-    prints = {name: contender.fingerprint for name, contender in lab.contenders.items()}
     timed = {"machine": [machine["cpu"], machine["cores"], machine["devices"]]}
+    cells: dict[str, Cell] = {}
     for who in lab.contenders.values():
-        config = who.drafter.config
-
-        def texts(on: PromptSet, limit: int, temperature: float, block: int, head: bool, who: Contender = who) -> None:
-            some = on.first(limit)
-            more = {"temperature": temperature, "block": block, "head": head}
-            add("rollout", who, on.name, more | {"prompts": some.digest, "limit": len(some.ids)})
-
-        blocks = [b for b in sizes.blocks if b < config.num_drafts] + [config.num_drafts]
-        for on in lab.sets.values():
-            if set(questions) & {1, 2, 3, 4, 5}:
-                for temperature in sizes.temperatures:
-                    texts(on, sizes.prompts, temperature, config.num_drafts, True)
-            for temperature in sizes.variant_temperatures:
-                if 2 in questions and config.markov_rank:
-                    texts(on, sizes.variant_prompts, temperature, config.num_drafts, False)
-                if 3 in questions:
-                    for block in blocks[:-1]:
-                        texts(on, sizes.variant_prompts, temperature, block, True)
-        if 3 in questions:
-            add("latency", who, "", timed | {"blocks": blocks, "requests": [1, max(sizes.concurrency)]})
-        if set(questions) & {6, 7}:
-            digests = [on.digest for on in lab.sets.values()]
-            serving = timed | {"longest": lab.longest, "concurrency": list(sizes.concurrency)}
-            curves = add("curves", who, "", serving)
-            policies = dict.fromkeys(("off", *sizes.policies, f"fixed:{config.num_drafts}", "scheduled"))
-            few = {"requests": sizes.requests, "repeats": sizes.repeats, "policies": _usable(policies, who)}
-            if 6 in questions:
-                add("load", who, "", serving | few | {"prompts": digests}, curves)
-            for on in lab.sets.values() if 7 in questions else ():
-                some = on.first(sizes.lossless_prompts)
-                exact = {"policies": ["off", f"fixed:{config.num_drafts}", "scheduled"], "single": sizes.single_prompts}
-                few = {"prompts": some.digest, "limit": len(some.ids)}
-                add("lossless", who, on.name, serving | exact | few, curves)
+        mine = base | {"drafter": who.fingerprint}
+        for cell in (*_texts(lab, who, sizes, questions, mine), *_timed(lab, who, sizes, questions, mine | timed)):
+            cells.setdefault(cell.key, cell)
     return list(cells.values())
 
 
-def _usable(policies: Sequence[str] | dict[str, Any], who: Contender) -> list[str]:
+def _texts(
+    lab: Lab, who: Contender, sizes: Sizes, questions: Collection[int], base: Mapping[str, Any]
+) -> Iterator[Cell]:
+    """Decoding with every draft verified, as the drafter is and in its variants."""
+    config = who.drafter.config
+    whole = config.num_drafts
+
+    def cell(on: PromptSet, limit: int, temperature: float, block: int, head: bool) -> Cell:
+        some = on.first(limit)
+        variant = {"temperature": temperature, "block": block, "head": head}
+        return Cell("rollout", who.name, on.name, {**base, **variant, "prompts": some.digest, "limit": len(some.ids)})
+
+    for on in lab.sets.values():
+        if {1, 2, 3, 4, 5} & set(questions):
+            for temperature in sizes.temperatures:
+                yield cell(on, sizes.prompts, temperature, whole, True)
+        for temperature in sizes.variant_temperatures:
+            if 2 in questions and config.markov_rank:
+                yield cell(on, sizes.variant_prompts, temperature, whole, False)
+            if 3 in questions:
+                for block in _blocks(who, sizes)[:-1]:
+                    yield cell(on, sizes.variant_prompts, temperature, block, True)
+
+
+def _timed(
+    lab: Lab, who: Contender, sizes: Sizes, questions: Collection[int], base: Mapping[str, Any]
+) -> Iterator[Cell]:
+    """What is measured with a clock, and the losslessness of what serves."""
+    if 3 in questions:
+        shapes = {"blocks": _blocks(who, sizes), "requests": [1, max(sizes.concurrency)]}
+        yield Cell("latency", who.name, "", {**base, **shapes})
+    if not {6, 7} & set(questions):
+        return
+    base = {**base, "longest": lab.longest, "concurrency": list(sizes.concurrency)}
+    curves = Cell("curves", who.name, "", base)
+    yield curves
+    full = f"fixed:{who.drafter.config.num_drafts}"
+    if 6 in questions:
+        policies = _usable(dict.fromkeys(("off", *sizes.policies, full, "scheduled")), who)
+        much = {"requests": sizes.requests, "repeats": sizes.repeats, "policies": policies}
+        prompts = [on.digest for on in lab.sets.values()]
+        yield Cell("load", who.name, "", {**base, **much, "prompts": prompts}, (curves,))
+    for on in lab.sets.values() if 7 in questions else ():
+        some = on.first(sizes.lossless_prompts)
+        much = {"policies": ["off", full, "scheduled"], "limit": len(some.ids), "single": sizes.single_prompts}
+        yield Cell("lossless", who.name, on.name, {**base, **much, "prompts": some.digest}, (curves,))
+
+
+def _blocks(who: Contender, sizes: Sizes) -> list[int]:
+    """Block sizes that a drafter can be run with, its own last."""
+    own = who.drafter.config.num_drafts
+    return [*(block for block in sizes.blocks if block < own), own]
+
+
+def _usable(policies: Iterable[str], who: Contender) -> list[str]:
     """Policies that this drafter can follow: a threshold needs confidences, a fixed length so many drafts."""
     config = who.drafter.config
     return [
@@ -127,16 +144,18 @@ def prepare(args: Args, sizes: Sizes) -> Lab:
     )  # fmt: skip
     names = _names([path for _, path in drafters])
     contenders = {n: Contender(n, path, d) for n, (d, path) in zip(names, drafters, strict=True)}
+    if len({who.fingerprint for who in contenders.values()}) < len(drafters):
+        raise ConfigError(f"--drafter: two of {', '.join(names)} have the same files; give each drafter once")
     return Lab(target, contenders, sets, under_load)
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """Folder names, with as many parents as it takes to tell them apart. Raises ConfigError for one given twice."""
-    for depth in range(1, max(len(path.resolve().parts) for path in paths) + 1):
-        names = ["/".join(path.resolve().parts[-depth:]) for path in paths]
-        if len(set(names)) == len(names):
-            return names
-    raise ConfigError("--drafter: the same folder is given twice")
+    """Folder names, with as many parents as it takes to tell them apart."""
+    parts = [path.resolve().parts for path in paths]
+    depth = 1
+    while len({part[-depth:] for part in parts}) < len(set(parts)):
+        depth += 1
+    return ["/".join(part[-depth:]) for part in parts]
 
 
 def about(args: Args, sizes: Sizes, lab: Lab, command: str) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The measurements of an evaluation, a function a kind of cell: models and machine in, plain JSON out."""
 
 import dataclasses
+import functools
 import hashlib
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +36,7 @@ class Contender:
     path: Path
     drafter: Drafter
 
-    @property
+    @functools.cached_property
     def fingerprint(self) -> str:
         digest = hashlib.sha256()
         for file in sorted(self.path.iterdir()):

@@ -3,6 +3,7 @@
 import dataclasses
 import html
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -261,7 +262,12 @@ def test_other_files_are_no_earlier_run(folder: Path, tmp_path: Path, capsys: py
 
 
 def test_the_same_drafter_twice_is_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    argv = arguments(folder, tmp_path)
-    argv.insert(argv.index("--drafter") + 1, str(folder / "drafter"))
-    assert bench.main(argv) == 2
-    assert "given twice" in capsys.readouterr().err
+    shutil.copytree(folder / "drafter", tmp_path / "copy" / "drafter")
+    for again, names in (
+        (folder / "drafter", "drafter, drafter"),
+        (tmp_path / "copy" / "drafter", f"{folder.name}/drafter, copy/drafter"),
+    ):
+        argv = arguments(folder, tmp_path)
+        argv.insert(argv.index("--drafter") + 2, str(again))
+        assert bench.main(argv) == 2
+        assert f"two of {names} have the same files" in capsys.readouterr().err
