@@ -82,7 +82,7 @@ class DraftSettings:
 
     `target_layer_ids` empty picks `num_taps` layers by the paper's even spacing. `d_ff` 0 is the target's.
     `draft_vocab_size` > 0 drafts over that many ids, the most frequent of the training answers. `window` > 0 is the
-    sliding window of every draft layer, which still sees all of its block. Each algorithm has settings of its own,
+    sliding window of every draft layer; inside a block it reaches both ways. Each algorithm has settings of its own,
     which the others do not read: DSpark those of its Markov head, DFlash 2 those of convolution and selector.
     """
 
@@ -287,3 +287,4 @@ def _own_fields(settings: DraftSettings) -> dict[str, Any]:
         case "dflash2":
             names = ("conv_group_size", "selector_rank", "selector_top_k", "selector_tied")
             return {name: getattr(settings, name) for name in names}
+    return {}  # of no algorithm: DrafterConfig says so
