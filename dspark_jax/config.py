@@ -87,7 +87,7 @@ class DraftSettings:
 
     `target_layer_ids` empty picks `num_taps` layers by the paper's even spacing. `d_ff` 0 is the target's.
     `draft_vocab_size` > 0 drafts over that many ids, the most frequent of the training answers. `window` > 0 is the
-    sliding window of every draft layer, which still sees all of its block. Each algorithm has settings of its own,
+    sliding window of every draft layer, which inside a block reaches both ways. Each algorithm has settings of its own,
     which the others do not read: DSpark those of its Markov head (fields of DrafterConfig; a size of 0 is what is usual
     for the head's type, and `pure_draft_prefix_len` None is 1 for a domino head), DFlash 2 those of convolution and
     selector.
@@ -333,6 +333,7 @@ def _own_fields(settings: DraftSettings) -> dict[str, Any]:
             return {name: getattr(settings, name) for name in names}
         case "eagle3" | "mtp":
             return {}
+    return {}  # of no algorithm: DrafterConfig says so
 
 
 def _chain_settings(settings: DraftSettings) -> DraftSettings:

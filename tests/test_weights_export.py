@@ -281,6 +281,7 @@ def test_inspect_shows_a_selector(
         "selector, rank 6, 5 candidates a draft; codebooks are tables of their own",
         "around attention and MLP, coefficients shared by 8 channels",
         "window 7",
+        "can be written as │ zlab │",
     ):
         assert text in shown, text
 
@@ -306,6 +307,7 @@ def test_inspect_shows_what_matters(
         "872be49dbb638044",
         "ce 0.1, tv 0.9",
         "tiny-target; in shape, any target of width 32, 40 ids and 2 layers",
+        "can be written as │ deepspec, speculators │",
     ):
         assert text in shown, text
 

@@ -15,9 +15,9 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from dspark_jax.config import SIZE_FIELDS, DrafterConfig
+from dspark_jax.config import SIZE_FIELDS, ConfigError, DrafterConfig
 from dspark_jax.weights import cli
-from dspark_jax.weights.drafter_files import DrafterCheckpoint, open_drafter, writable
+from dspark_jax.weights.drafter_files import DrafterCheckpoint, check_writable, open_drafter, writable
 from dspark_jax.weights.export import trained_on
 from dspark_jax.weights.locate import read_target
 
@@ -78,7 +78,15 @@ def rows(checkpoint: DrafterCheckpoint) -> Iterator[tuple[str, str]]:
             yield key, _plain(checkpoint.notes[key])
     fits = f"any target of width {c.d_model}, {c.vocab_size:,} ids and {c.num_target_layers} layers"
     yield "can be served on", f"{told['target']}; in shape, {fits}" if told.get("target") else f"in shape, {fits}"
-    yield "can be written as", ", ".join(writable(c.algorithm))
+    yield "can be written as", ", ".join(name for name in writable(c.algorithm) if _writable(name, c))
+
+
+def _writable(format_name: str, config: DrafterConfig) -> bool:
+    try:
+        check_writable(format_name, config)
+    except ConfigError:
+        return False
+    return True
 
 
 def _sequential(c: DrafterConfig) -> str:
