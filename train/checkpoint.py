@@ -128,10 +128,11 @@ class Checkpoints:
 def check_drafter(facts: RunFacts, config: DrafterConfig, directory: Path) -> None:
     """Raises ConfigError naming the fields in which a checkpoint's drafter differs from the one asked for."""
     wanted = json.loads(json.dumps(dataclasses.asdict(config)))
+    # A run of an older version lacks the newer fields, and is what their defaults say.
+    defaults = {f.name: f.default for f in dataclasses.fields(config) if f.default is not dataclasses.MISSING}
+    there = json.loads(json.dumps(defaults)) | facts.drafter
     differing = [
-        f"{name} {facts.drafter.get(name)!r} there, {value!r} here"
-        for name, value in wanted.items()
-        if facts.drafter.get(name) != value
+        f"{name} {there.get(name)!r} there, {mine!r} here" for name, mine in wanted.items() if there.get(name) != mine
     ]
     if differing:
         raise ConfigError(
