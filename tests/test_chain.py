@@ -199,12 +199,17 @@ def test_a_block_reads_its_own_conversation_before_the_anchor_and_nothing_else(n
         np.testing.assert_allclose(packed[:, own][:, inside], np.asarray(alone)[:, inside], atol=CLOSE)
 
 
+def test_a_rule_says_how_every_weight_is_split(drafter: Drafter) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(drafter.params):
+        sharding.spec(sharding.path_string(path), leaf.ndim)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_every_weight_begins_as_it_should_and_is_split_by_a_rule(name: str) -> None:
+def test_fresh_weights_are_deepspecs(name: str) -> None:
     params = jax.jit(chain.init_params, static_argnums=0)(DRAFTERS[name].config, jax.random.key(0))
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         place, leaf = sharding.path_string(path), np.asarray(leaf)
-        sharding.spec(place, leaf.ndim)
         if place.endswith("norm"):
             np.testing.assert_array_equal(leaf, 1)
         elif place.endswith("bias"):

@@ -1,6 +1,6 @@
 """EAGLE-3's training-time test against the public PyTorch implementation (../shared/golden/qwen3_eagle3).
 
-Its steps are blocks at every position, anchors 1 to S: row i of the reference is the block whose anchor is i + 1.
+Its steps are blocks at every position: row i of the reference is the block whose anchor is i + 1.
 """
 
 import functools
@@ -32,7 +32,7 @@ def step_losses(params: Any, golden: Golden) -> jax.Array:
     a place to the left each step lets through."""
     drafter, t = golden.drafter, golden.training
     batch, length = t["input_ids"].shape
-    anchors = np.tile(np.arange(1, length + 1), (batch, 1))
+    anchors = np.tile(np.arange(1, length), (batch, 1))
     seen = committed(t["input_ids"], taps_of(golden))
     logits = registry.teacher_forced(drafter.config, params, drafter.frozen, seen, anchors).logits_BAGV
     teacher = jax.nn.softmax(target_lib.logits(golden.target.params, jnp.asarray(t["target_last_hidden_states"])))

@@ -150,8 +150,12 @@ def test_a_full_disk_is_one_clear_error_and_the_last_checkpoint_survives(tmp_pat
 
 
 def test_another_drafter_is_refused_by_field(tmp_path: Path) -> None:
-    stored = facts(1, drafter=json.loads(json.dumps(dataclasses.asdict(DRAFTER))))
+    fields = json.loads(json.dumps(dataclasses.asdict(DRAFTER)))
+    stored = facts(1, drafter=fields)
     check_drafter(stored, DRAFTER, tmp_path)
+    # Written before there was a choice of algorithms.
+    older = facts(1, drafter={name: value for name, value in fields.items() if name not in ("algorithm", "qk_norm")})
+    check_drafter(older, DRAFTER, tmp_path)
     with pytest.raises(ConfigError, match="num_layers 1 there, 2 here"):
         check_drafter(stored, dataclasses.replace(DRAFTER, num_layers=2), tmp_path)
 

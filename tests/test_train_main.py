@@ -185,7 +185,7 @@ def test_a_config_that_is_none_is_refused_by_name(tmp_path: Path, text: str | No
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["tiny", "smollm2_135m", "smollm2_135m_dflash2"])
+@pytest.mark.parametrize("name", ["tiny", "tiny_eagle3", "smollm2_135m", "smollm2_135m_dflash2"])
 def test_every_config_loads(name: str) -> None:
     assert load_config(CONFIG.with_name(f"{name}.py")).train.max_steps > 0
 
