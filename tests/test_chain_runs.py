@@ -62,7 +62,8 @@ def test_the_engine_writes_the_same_text(name: str, plain: list[list[int]]) -> N
         assert sum(text.accepted for text in texts) > 8
 
 
-@pytest.mark.parametrize("name", ["eagle3", pytest.param("mtp", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["eagle3", "mtp"])
 def test_a_few_steps_lower_the_loss(name: str) -> None:
     config = load_config(CONFIG)
     draft = config.draft if name == "eagle3" else DraftSettings(algorithm="mtp", block_size=2)

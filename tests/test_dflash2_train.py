@@ -24,6 +24,9 @@ TRAIN = """--train.max-steps 16 --train.log-every 2 --train.eval-every 16 --trai
 SETTINGS = f"{DRAFT} {LOSS} {TRAIN}"
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run; what it printed lies beside it."""

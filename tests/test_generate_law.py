@@ -92,15 +92,9 @@ def test_plain_decoding_follows_the_targets_law():
     assert values.min() > 1e-3, values
 
 
-@pytest.mark.parametrize(
-    ("drafter", "verify"),
-    [
-        ("whole", "token"),
-        ("reduced", "block"),
-        pytest.param("whole", "block", marks=pytest.mark.slow),
-        pytest.param("reduced", "token", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("verify", ["token", "block"])
+@pytest.mark.parametrize("drafter", ["whole", "reduced"])
 def test_drafted_decoding_follows_the_targets_law(drafter, verify):
     values, accepted = p_values(TARGET, DRAFTERS[drafter], verify)
     assert values.min() > 1e-3, values
