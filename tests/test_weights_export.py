@@ -235,7 +235,7 @@ def test_bad_input_ends_with_two_and_one_line(tmp_path: Path, capsys: pytest.Cap
         ((tmp_path / "full", "--format", "zlab", out), "cannot hold the layout 'anchor_first'"),
         (
             (tmp_path / "second", "--format", "deepspec", out),
-            "cannot be written for dflash2 drafters; choose one of zlab",
+            "cannot be written for dflash2 drafters",
         ),
         ((tmp_path / "full", "--format", "deepspec", tmp_path / "busy"), "not an empty folder"),
         ((tmp_path / "full", "--format", "deepspec", tmp_path / "junk" / "config.json"), "not an empty folder"),
