@@ -116,7 +116,7 @@ def build(config: Config, draft_vocabulary: list[int] | None) -> Run:
     drafter = drafter_config(config.draft, shape)
     if drafter.layout != "anchor_first":
         raise ConfigError(f"draft layout = {drafter.layout!r}: drafters are written in DeepSpec's format, anchor_first")
-    conversations = load_conversations(config.data, target.tokenizer, shape.vocab_size)
+    conversations = load_conversations(config.data, target.tokenizer, shape.vocab_size, hosts.tokenising())
     train, held_out = data.split(conversations.records, config.data.validation_fraction)
     start_params, chosen = None, None
     if draft_vocabulary is not None:
