@@ -1,13 +1,12 @@
-"""What a training step costs: time and memory against anchors and length, its parts, and a dense step beside it.
+"""What a training step costs on this machine: against a dense implementation, and by anchors, length and part.
 
-    python -m benchmarks.train_cost [--json benchmarks/results/train_cost.json] [--repeats 3]
+    python -m benchmarks.train_cost [--json benchmarks/results/train_cost.json] [--dtype bfloat16] [--repeats 2]
 
-Every point runs in its own process, since peak memory is a process's own. SmolLM2-135M and the drafter of
+Every row of the table is made in its own process, since peak memory is a process's own. SmolLM2-135M and the drafter of
 configs/smollm2_135m.py with the whole vocabulary, random weights (cost does not depend on them), one row a step.
 """
 
 import dataclasses
-import functools
 import json
 import os
 import platform
@@ -20,8 +19,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import tyro
+from rich.console import Console
+from rich.table import Table
 
-Part = Literal["step", "target", "draft", "dense"]
+Part = Literal["step", "target", "draft", "dense", "dense-slots"]
+Dtype = Literal["auto", "float32", "bfloat16"]
 _ANCHORS, _LENGTHS = (64, 128, 256, 512), (512, 1024, 2048, 4096)
 
 
@@ -30,13 +32,24 @@ class Args:
     """Measure the cost of training steps."""
 
     json: Path = Path("benchmarks/results/train_cost.json")
-    repeats: int = 3
-    """Timed calls a point; the fastest counts."""
+    dtype: Dtype = "auto"
+    """Of weights and dots, for all that is compared; auto: bfloat16 where the processor has matrix units for it."""
+    chunk: int = 64
+    """train.blocks_per_chunk."""
+    repeats: int = 2
+    """Timed calls a program; the fastest counts."""
     point: tuple[str, int, int] | None = None
-    """For the child processes: part, anchors, length."""
+    """For the child processes: parts joined by commas, anchors, length."""
 
 
-def _models(anchors: int, length: int) -> tuple[Any, Any]:
+def _chosen(dtype: Dtype) -> str:
+    if dtype != "auto":
+        return dtype
+    known = Path("/proc/cpuinfo")
+    return "bfloat16" if known.is_file() and "amx_bf16" in known.read_text(encoding="utf-8") else "float32"
+
+
+def _models(dtype: str, chunk: int, anchors: int, length: int) -> tuple[Any, Any]:
     """Step models and a batch with every slot supervised."""
     import numpy as np
 
@@ -50,7 +63,7 @@ def _models(anchors: int, length: int) -> tuple[Any, Any]:
     )  # fmt: skip
     config = load_config(Path(__file__).resolve().parents[1] / "configs" / "smollm2_135m.py")
     drafter = drafter_config(dataclasses.replace(config.draft, draft_vocab_size=0), target)
-    train = TrainSettings(max_steps=100, batch_size=1, dtype="float32", blocks_per_chunk=32, remat="vocabulary")
+    train = TrainSettings(max_steps=100, batch_size=1, dtype=dtype, blocks_per_chunk=chunk)  # type: ignore[arg-type]
     rng = np.random.default_rng(0)
     places = np.sort(rng.choice(length - drafter.num_drafts - 1, anchors, replace=False)).astype(np.int32)
     batch = Batch(
@@ -64,78 +77,19 @@ def _models(anchors: int, length: int) -> tuple[Any, Any]:
 
 
 def _weights(models: Any) -> tuple[Any, Any]:
+    """Float32 drafter weights, as a run keeps them, and the target in the dtype that is measured."""
     import jax
     import jax.numpy as jnp
 
     from dspark_jax.drafters import dspark
     from dspark_jax.drafters.drafter import frozen_parts
-    from dspark_jax.target import TargetModel
+    from dspark_jax.target import TargetModel, cast_params
     from train.objective import StepWeights
 
     ids = jnp.zeros((1, 1), jnp.int32)
     params: Any = jax.jit(lambda: TargetModel(models.target).init(jax.random.key(0), ids, ids)["params"])()
+    params = cast_params(params, models.train.dtype)
     return dspark.init_params(models.drafter, jax.random.key(1)), StepWeights(params, frozen_parts(params, None), None)
-
-
-def _dense_loss(models: Any, params: Any, weights: Any, batch: Any) -> Any:
-    """The same loss written straightforwardly: one attention over context and all blocks under a dense mask, and the
-    logits of all anchors at once."""
-    import jax
-    import jax.numpy as jnp
-
-    from dspark_jax import layers, losses
-    from dspark_jax import target as target_lib
-    from dspark_jax.drafters import base
-    from train.objective import supervised_slots
-
-    c, tokens, anchors = models.drafter, batch.tokens_BS, batch.anchors_BA
-    hidden_BSD, taps_BSMD, _ = target_lib.features(
-        models.target, weights.target_params, tokens, tap_layers=c.target_layer_ids
-    )
-    hidden_BSD, taps_BSMD = jax.lax.stop_gradient((hidden_BSD, taps_BSMD))
-    length, count, rows = tokens.shape[1], anchors.shape[1], c.block_size
-    block = params["backbone"]
-    fused = layers.rms_norm(
-        layers.linear(taps_BSMD.reshape(1, length, -1), block["fc"].reshape(c.d_model, -1)), block["hidden_norm"],
-        c.norm_eps,
-    )  # fmt: skip
-    ids = jnp.full((1, count, rows), c.mask_token_id).at[:, :, 0].set(base.gather_positions(tokens, anchors))
-    x = weights.frozen.embed_VD[ids].reshape(1, count * rows, -1)
-    position = (anchors[:, :, None] + jnp.arange(rows)[None, None, :]).reshape(1, -1)
-    owner = jnp.repeat(jnp.arange(count), rows)
-    sees_context = jnp.arange(length)[None, :] < jnp.repeat(anchors[0], rows)[:, None]
-    mask = jnp.concatenate([sees_context, owner[:, None] == owner[None, :]], axis=1)
-    bias_QT = jnp.where(mask, 0.0, -1e30).astype(jnp.float32)
-    tables = [layers.rotary_table(p, c.head_dim, c.rope_theta) for p in (jnp.arange(length)[None], position)]
-    group = c.num_heads // c.num_kv_heads
-    for i in range(c.num_layers):
-        w = block[f"layers_{i}"]
-        u = layers.rms_norm(x, w["attn_norm"], c.norm_eps)
-        q = layers.rotate(layers.rms_norm(layers.linear(u, w["q"]), w["q_norm"], c.norm_eps), tables[1])
-        both = [layers.linear(y, w["kv"]) for y in (fused, u)]
-        k = jnp.concatenate(
-            [
-                layers.rotate(layers.rms_norm(kv[..., 0, :, :], w["k_norm"], c.norm_eps), table)
-                for kv, table in zip(both, tables, strict=True)
-            ],
-            axis=1,
-        )
-        v = jnp.concatenate([kv[..., 1, :, :] for kv in both], axis=1)
-        k, v = (jnp.repeat(y, group, axis=2) for y in (k, v))
-        scores = jnp.einsum("BQNH,BTNH->BNQT", q, k) * c.head_dim**-0.5 + bias_QT[None, None]
-        out = jnp.einsum("BNQT,BTNH->BQNH", jax.nn.softmax(scores, axis=-1), v)
-        x = x + layers.linear(out.reshape(1, count * rows, -1), w["o"].reshape(c.d_model, -1))
-        x = x + layers.gated_mlp(layers.rms_norm(x, w["mlp_norm"], c.norm_eps), w["gate"], w["up"], w["down"])
-    hidden = layers.rms_norm(x, block["norm"], c.norm_eps).reshape(1, count, rows, -1)
-    embedded = params["markov"]["w1"][base.previous_tokens(tokens, anchors, c.num_drafts)]
-    logits = layers.linear(hidden, weights.frozen.head_VD) + layers.linear(embedded, params["markov"]["w2"])
-    head = params["confidence_head"]
-    confidence = jnp.einsum("BAGD,D->BAG", jnp.concatenate([hidden, embedded], -1), head["weight"]) + head["bias"]
-    at = anchors[:, :, None] + jnp.arange(c.num_drafts)[None, None, :]
-    teacher = jax.lax.stop_gradient(layers.linear(base.gather_positions(hidden_BSD, at), weights.frozen.head_VD))
-    terms = losses.slot_terms(logits, confidence, base.gather_positions(tokens, at + 1), teacher)
-    slots = supervised_slots(batch.supervised_BS, batch.start_BS, anchors, batch.keep_BA, c.num_drafts)
-    return losses.total_loss(losses.loss_sums(terms, slots, models.loss), models.loss)[0]
 
 
 def _function(part: Part, models: Any, weights: Any) -> Callable[..., Any]:
@@ -144,6 +98,7 @@ def _function(part: Part, models: Any, weights: Any) -> Callable[..., Any]:
     import jax
     import jax.numpy as jnp
 
+    from benchmarks import dense_step
     from dspark_jax.drafters import dspark
     from dspark_jax.drafters.base import Committed
     from dspark_jax.losses import Shares
@@ -151,13 +106,18 @@ def _function(part: Part, models: Any, weights: Any) -> Callable[..., Any]:
     from train.step import loss_and_gradients
 
     c = models.drafter
+
+    def cast(params: Any) -> Any:
+        return jax.tree.map(lambda x: x.astype(models.train.dtype) if x.ndim > 1 else x, params)
+
     match part:
         case "step":
             shares = Shares(jnp.float32(0.0), jnp.float32(0.0))
             return lambda params, batch: loss_and_gradients(models, params, weights, batch, shares)
-        case "dense":
-            return lambda params, batch: jax.value_and_grad(functools.partial(_dense_loss, models))(
-                params, weights, batch
+        case "dense" | "dense-slots":
+            everywhere = part == "dense"
+            return jax.value_and_grad(
+                lambda params, batch: dense_step.loss(models, cast(params), weights, batch, everywhere)
             )
         case "target":
             return lambda _, batch: target_features(
@@ -167,69 +127,121 @@ def _function(part: Part, models: Any, weights: Any) -> Callable[..., Any]:
 
     def draft(params: Any, batch: Any) -> Any:
         taps_BSMD = jnp.broadcast_to(taps, (*batch.tokens_BS.shape, *taps.shape[2:]))
+        params = cast(params)
         committed = Committed(batch.tokens_BS, taps_BSMD, taps_BSMD[:, :, 0])  # no hidden state is read
         rows = dspark.context_rows(c, params, weights.frozen, committed, batch.start_BS)
         blocks = dspark.teacher_forced_blocks(c, params, weights.frozen, batch.tokens_BS, rows, batch.anchors_BA)
-        return sum(jnp.sum(x) for x in jax.tree.leaves(blocks))
+        return sum(jnp.sum(x.astype(jnp.float32)) for x in jax.tree.leaves(blocks))
 
     return jax.value_and_grad(draft)
 
 
-def measure(part: Part, anchors: int, length: int, repeats: int) -> dict[str, Any]:
-    """Seconds of the fastest call and peak memory of this process, in MB, over what it held before the first call."""
+def measure(args: Args, parts: list[Part], anchors: int, length: int) -> dict[str, Any]:
+    """Of one batch: seconds of each part, the fastest of its calls; temporary memory of the first part's program, and
+    what the process grew to over the weights by running it, in MB."""
     import jax
 
-    models, batch = _models(anchors, length)
+    dtype = _chosen(args.dtype)
+    models, batch = _models(dtype, args.chunk, anchors, length)
     params, weights = jax.block_until_ready(_weights(models))
-    # Weights are arguments in effect: closed over, they would be constants that compilation copies.
-    step = jax.jit(lambda params, weights, batch: _function(part, models, weights)(params, batch))
-    compiled = step.lower(params, weights, batch).compile()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    loss = jax.block_until_ready(compiled(params, weights, batch))
-    seconds = []
-    for _ in range(repeats):
-        begun = time.perf_counter()
-        jax.block_until_ready(compiled(params, weights, batch))
-        seconds.append(time.perf_counter() - begun)
-    stats = compiled.memory_analysis()
-    result = {
-        "part": part, "anchors": anchors, "length": length, "seconds": min(seconds), "slowest": max(seconds),
-        "anchors_per_second": anchors / min(seconds), "temporary_mb": stats.temp_size_in_bytes / 1e6 if stats else None,
-        "peak_mb_over_weights": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1e3,
-    }  # fmt: skip
-    if part in ("step", "dense"):
-        result["loss"] = float(loss[0]["loss"] if part == "step" else loss[0])
+    result: dict[str, Any] = {"anchors": anchors, "length": length, "dtype": dtype}
+    for number, part in enumerate(parts):
+        # Weights are arguments in effect: closed over, they would be constants that compilation copies.
+        program = jax.jit(lambda params, weights, batch, part=part: _function(part, models, weights)(params, batch))
+        compiled = program.lower(params, weights, batch).compile()
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        out = jax.block_until_ready(compiled(params, weights, batch))
+        seconds = []
+        for _ in range(args.repeats):
+            begun = time.perf_counter()
+            jax.block_until_ready(compiled(params, weights, batch))
+            seconds.append(time.perf_counter() - begun)
+        result[part] = {"seconds": min(seconds), "slowest": max(seconds)}
+        if number == 0:
+            stats = compiled.memory_analysis()
+            result |= {
+                "part": part,
+                "anchors_per_second": anchors / min(seconds),
+                "temporary_mb": stats.temp_size_in_bytes / 1e6 if stats else None,
+                "resident_mb": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1e3,
+                "work_gflop": _work(program, params, weights, batch) / 1e9,
+            }
+            if part != "draft":
+                result["loss"] = float(out[0]["loss"] if part == "step" else out[0])
     return result
+
+
+def _work(program: Any, *arguments: Any) -> float:
+    from train.compile import flops
+
+    return flops(program.trace(*arguments).jaxpr.jaxpr)
+
+
+def _show(results: list[dict[str, Any]]) -> None:
+    """The table of all points."""
+    table = Table(title=f"training steps, {results[0]['dtype']}", title_justify="left")
+    for name in (
+        "anchors",
+        "length",
+        "",
+        "seconds",
+        "anchors/s",
+        "GFLOP",
+        "temporary MB",
+        "target",
+        "draft",
+        "vocabulary",
+    ):
+        table.add_column(name, justify="right")
+    for result in results:
+        whole = result[result["part"]]["seconds"]
+        shares = ["", "", ""]
+        if "target" in result:
+            target, draft = (result[name]["seconds"] / whole for name in ("target", "draft"))
+            shares = [f"{share:.0%}" for share in (target, draft, 1 - target - draft)]
+        table.add_row(
+            str(result["anchors"]), str(result["length"]), result["part"], f"{whole:.2f}",
+            f"{result['anchors_per_second']:.1f}", f"{result['work_gflop']:.0f}", f"{result['temporary_mb']:.0f}",
+            *shares,
+        )  # fmt: skip
+    Console(width=120).print(table)
+    by_part = {r["part"]: r for r in results if (r["anchors"], r["length"]) == (128, 1024)}
+    for name in ("dense", "dense-slots"):
+        if name in by_part and "step" in by_part:
+            ratio = {key: by_part["step"][key] / by_part[name][key] for key in ("anchors_per_second", "temporary_mb")}
+            print(
+                f"step against {name}: {ratio['anchors_per_second']:.2f} times the anchors/s,"
+                f" {ratio['temporary_mb']:.2f} times the temporary memory"
+            )
 
 
 def main() -> int:
     args = tyro.cli(Args, description=__doc__)
     if args.point is not None:
-        part, anchors, length = args.point
-        print(json.dumps(measure(part, anchors, length, args.repeats)))  # type: ignore[arg-type]
+        parts, anchors, length = args.point
+        print(json.dumps(measure(args, parts.split(","), anchors, length)))  # type: ignore[arg-type]
         return 0
     # The comparison first: what is interrupted has measured that.
-    points: list[tuple[Part, int, int]] = [("step", 128, 1024), ("dense", 128, 1024)]
-    points.extend(("step", anchors, 1024) for anchors in _ANCHORS if anchors != 128)
-    points.extend([("target", 128, 1024), ("draft", 128, 1024)])
-    for length in _LENGTHS:
-        if length != 1024:
-            points.extend([("step", 128, length), ("target", 128, length)])
+    points = [("dense", 128, 1024), ("dense-slots", 128, 1024)]
+    points += [("step,target,draft", 128, length) for length in sorted(_LENGTHS, key=lambda length: length != 1024)]
+    points += [("step", anchors, 1024) for anchors in _ANCHORS if anchors != 128]
     machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
     args.json.parent.mkdir(parents=True, exist_ok=True)
-    results = []
+    results: list[dict[str, Any]] = []
     for point in points:
-        command = [sys.executable, "-m", "benchmarks.train_cost", "--repeats", str(args.repeats), "--point"]
-        done = subprocess.run([*command, *map(str, point)], capture_output=True, text=True, check=False)
+        command = [sys.executable, "-m", "benchmarks.train_cost", "--repeats", str(args.repeats)]
+        command += ["--dtype", args.dtype, "--chunk", str(args.chunk), "--point", *map(str, point)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             reason = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-            print(f"{point}: failed ({reason[-1]})")
+            print(f"{point}: failed ({reason[-1]})", file=sys.stderr)
             continue
         results.append(json.loads(done.stdout.splitlines()[-1]))
         args.json.write_text(json.dumps({"machine": machine, "points": results}, indent=1) + "\n", encoding="utf-8")
-        shown = {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in results[-1].items()}
-        print(" ".join(f"{name} {value}" for name, value in shown.items()), flush=True)
-    return 0
+        print(f"{point}: {results[-1]['anchors_per_second']:.1f} anchors/s", file=sys.stderr, flush=True)
+    if results:
+        _show(results)
+    return 0 if len(results) == len(points) else 1
 
 
 if __name__ == "__main__":

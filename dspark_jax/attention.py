@@ -63,9 +63,10 @@ def causal_attention(
     if rule.window:
         visible_BST &= key_T > row_BS1 - rule.window
     scores = jnp.where(visible_BST[:, None, None], _score(scores, rule, head_dim), _HIDDEN)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v_BKTH.dtype)
-    out = jnp.einsum("BKJST,BKTH->BSKJH", weights, v_BKTH, preferred_element_type=jnp.float32)
-    return out.reshape(q_BSNH.shape)
+    weights = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
+    out = jnp.einsum("BKJST,BKTH->BSKJH", weights.astype(v_BKTH.dtype), v_BKTH, preferred_element_type=jnp.float32)
+    # Divided here and not where there are T weights a row.
+    return (out / jnp.sum(weights, axis=-1).transpose(0, 3, 1, 2)[..., None]).reshape(q_BSNH.shape)
 
 
 def own_visible(num_rows: int, num_own: int, rule: Rule, own_limit: jax.Array | None) -> jax.Array | None:

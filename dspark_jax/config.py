@@ -207,9 +207,6 @@ class TrainSettings:
     """Compute dtype of the drafter; master weights, losses and optimiser state are float32."""
     blocks_per_chunk: int = 128
     """Blocks are drafted and scored so many at a time on each device: memory does not grow with the anchors."""
-    remat: Literal["attention", "none"] = "attention"
-    """What of a chunk of blocks the backward pass computes again rather than keeps: the scores of draft attention and
-    whatever is cheap, or nothing."""
     log_every: int = 10
     checkpoint_every: int = 500
     keep_checkpoints: int = 2

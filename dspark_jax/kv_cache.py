@@ -13,6 +13,7 @@ Keys lie transposed, [.., H, T]: both products of attention then read their cach
 (twice as fast on a CPU, measured at 1 and 6 queries).
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -209,9 +210,13 @@ class DocumentRows(NamedTuple):
         self, q_BAGNH: jax.Array, k_BAGKH: jax.Array, v_BAGKH: jax.Array, limit_BA: jax.Array, rule: Rule = DEFAULT,
         own_limit: jax.Array | None = None,
     ) -> jax.Array:  # fmt: skip
-        """Draft blocks over the first `limit` tokens of their document and over themselves, [B, A, G, N, H] float32."""
-        start_BA = self.block_start_BA
-        return block_attention(q_BAGNH, self.k_BKHT, self.v_BKTH, k_BAGKH, v_BAGKH, limit_BA, rule, start_BA, own_limit)
+        """Draft blocks over the first `limit` tokens of their document and over themselves, [B, A, G, N, H] float32.
+
+        Scores are computed again in the backward pass: kept, they would be most of a training step's memory.
+        """
+        attend = jax.checkpoint(functools.partial(block_attention, rule=rule))
+        context, own = (self.k_BKHT, self.v_BKTH), (k_BAGKH, v_BAGKH)
+        return attend(q_BAGNH, *context, *own, limit_BA, start_BA=self.block_start_BA, own_limit=own_limit)
 
 
 Cache = LayerCache | PagedLayer | DocumentRows

@@ -64,8 +64,8 @@ def bytes_needed(error: Exception) -> float | None:
 
 
 def flops(jaxpr: Any, without: Collection[str] = ()) -> float:
-    """Multiply-adds times two of all dots of a traced program, loops as often as they run; a loop without a length
-    known beforehand counts once. `without`: primitives whose inside is left out."""
+    """Multiply-adds times two of all dots of a traced program, on all devices, loops as often as they run; a loop
+    without a length known beforehand counts once. `without`: primitives whose inside is left out."""
     total = 0.0
     for equation in jaxpr.eqns:
         name, params = equation.primitive.name, equation.params
@@ -84,8 +84,15 @@ def flops(jaxpr: Any, without: Collection[str] = ()) -> float:
         if name == "cond":
             total += max(inner, default=0.0)
         else:
-            total += sum(inner) * (params["length"] if name == "scan" else 1)
+            total += sum(inner) * _times(name, params)
     return total
+
+
+def _times(name: str, params: dict[str, Any]) -> int:
+    """How often an equation's inner program runs: turns of a loop, or devices that each run it on their own part."""
+    if name == "shard_map":
+        return math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
+    return params["length"] if name == "scan" else 1
 
 
 def _is_jaxpr(value: Any) -> bool:

@@ -122,6 +122,38 @@ def test_acceptance_is_the_overlap_of_the_two_laws():
     np.testing.assert_allclose(terms_of(teacher, None, labels, teacher).acceptance, 1, atol=1e-5)
 
 
+def plain_terms(logits, labels, teacher, partition):
+    """The definitions, to be differentiated by JAX."""
+    q, p = jax.nn.softmax(logits), jnp.exp(teacher - partition[..., None])
+    log_q = jax.nn.log_softmax(logits)
+    ce = -jnp.sum(jnp.where(jnp.arange(logits.shape[-1])[None, None, None] == labels[..., None], log_q, 0.0), axis=-1)
+    tv = jnp.sum(jnp.abs(q - p), axis=-1) + jnp.maximum(1.0 - jnp.sum(p, axis=-1), 0.0)
+    return ce, -jnp.sum(p * log_q, axis=-1), tv
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+def test_gradients_in_closed_form_are_those_of_the_definitions(reduced):
+    """Whatever each term of each slot weighs, over the whole vocabulary and over a part that some labels are not in."""
+    out, labels, _, teacher = random_case(14, blocks=20, vocab=30)
+    logits, partition = out.logits_BAGV, jax.nn.logsumexp(jnp.asarray(teacher), axis=-1)
+    if reduced:
+        logits, teacher = logits[..., :12], teacher[..., :12]
+        labels = np.where(labels < 12, labels, -1)
+    pull = np.random.default_rng(15).normal(size=(3, *labels.shape)).astype(np.float32)
+
+    def ours(logits):
+        terms = slot_terms(logits, None, labels, teacher, partition)
+        return sum(jnp.sum(w * t) for w, t in zip(pull, (terms.ce, terms.soft_ce, terms.tv), strict=True))
+
+    def plain(logits):
+        return sum(jnp.sum(w * t) for w, t in zip(pull, plain_terms(logits, labels, teacher, partition), strict=True))
+
+    value, gradient = jax.jit(jax.value_and_grad(ours))(logits)
+    wanted_value, wanted = jax.jit(jax.value_and_grad(plain))(logits)
+    np.testing.assert_allclose(value, wanted_value, rtol=1e-5)
+    np.testing.assert_allclose(gradient, wanted, rtol=1e-5, atol=1e-6)
+
+
 def test_the_confidence_term_teaches_the_confidence_alone():
     out, labels, mask, teacher = random_case(6)
     config = LossConfig(ce=0.0, tv=0.0, confidence=1.0)

@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec
 
 from dspark_jax import hlo
 from dspark_jax.config import ConfigError
@@ -67,6 +68,17 @@ def test_work_counts_loops_as_often_as_they_run() -> None:
     shapes = jax.ShapeDtypeStruct((8, 16), "float32"), jax.ShapeDtypeStruct((5, 16, 16), "float32")
     traced = jax.jit(program).trace(*shapes)
     assert flops(traced.jaxpr.jaxpr) == 5 * 2 * 8 * 16 * 16 + 2 * 8 * 16 * 8
+
+
+def test_work_on_a_mesh_is_that_of_all_devices() -> None:
+    mesh = jax.sharding.AbstractMesh((4, 2), ("rows", "tensor"))
+    rows, whole = PartitionSpec("rows"), PartitionSpec()
+
+    def program(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.shard_map(jnp.matmul, mesh=mesh, in_specs=(rows, whole), out_specs=rows, axis_names={"rows"})(x, w)
+
+    traced = jax.jit(program).trace(jax.ShapeDtypeStruct((8, 16), "float32"), jax.ShapeDtypeStruct((16, 3), "float32"))
+    assert flops(traced.jaxpr.jaxpr) == 2 * 8 * 16 * 3
 
 
 _MODULE = """HloModule m

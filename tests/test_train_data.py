@@ -2,43 +2,22 @@
 
 import collections
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from array_record.python import array_record_module
+from talks import TOKENIZER, VOCAB, load, own_text, talk, turn, write
 
 from dspark_jax.config import ConfigError, DataSettings
 from train import data
-from train.conversations import Conversations, load_conversations, read_jsonl
+from train.conversations import load_conversations, read_jsonl
 from train.main import load_config
 from train.tiny import tiny_tokenizer
 
-TOKENIZER = tiny_tokenizer()
-VOCAB = 512
 END = 258
 REPOSITORY = Path(__file__).resolve().parents[1]
-
-
-def turn(role: str, content: Any) -> dict[str, Any]:
-    return {"role": role, "content": content}
-
-
-def talk(*contents: str) -> dict[str, Any]:
-    """A conversation in which user and assistant take turns."""
-    return {"messages": [turn(("user", "assistant")[i % 2], content) for i, content in enumerate(contents)]}
-
-
-def write(path: Path, records: Iterable[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), encoding="utf-8")
-    return str(path)
-
-
-def load(path: Path, records: Iterable[dict[str, Any]], **settings: Any) -> Conversations:
-    chosen = {"max_length": 256, "num_anchors": 8, "min_supervised": 2} | settings
-    return load_conversations(DataSettings((write(path, records),), **chosen), TOKENIZER, VOCAB)
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +33,6 @@ def grouped(records: list, **settings: Any) -> list[data.Group]:
 
 def same(left: dict, right: dict) -> bool:
     return left.keys() == right.keys() and all(np.array_equal(left[name], right[name]) for name in left)
-
-
-def own_text(record: Any) -> str:
-    return TOKENIZER.decode(record.tokens[record.supervised].tolist(), keep_special=True)
 
 
 def test_only_answers_and_their_end_of_turn_are_supervised(tmp_path: Path) -> None:
@@ -278,12 +253,6 @@ def test_array_records_are_read_like_lines(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-40])
     with pytest.raises(ConfigError, match=r"x\.array_record: not a whole ArrayRecord file"):
         load_conversations(settings, TOKENIZER, VOCAB)
-
-
-def test_thinking_is_recorded(tmp_path: Path) -> None:
-    thought = talk("hi", "<think>well</think>hello")
-    made = [talk("hi", "hello"), thought, talk("hi", "hello") | {"thinking": True}, thought | {"thinking": False}]
-    assert [record.thinking for record in load(tmp_path / "x.jsonl", made).records] == [False, True, True, False]
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,10 @@ import dataclasses
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from array_record.python import array_record_module  # pyright: ignore[reportAttributeAccessIssue]
@@ -60,6 +61,35 @@ class Conversations:
     records: list[Record]
     skipped: dict[str, int]
     truncated: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """Which conversations this process tokenises: every `count`-th, from `index` on. `exchange` hands every process's
+    bytes to all of them, in order."""
+
+    index: int = 0
+    count: int = 1
+    exchange: Callable[[bytes], list[bytes]] | None = None
+
+
+class _Entry(NamedTuple):
+    """A conversation before it is tokenised. `thinking` is what the record says of itself."""
+
+    messages: list[dict[str, Any]]
+    cut_off: bool
+    thinking: bool | None
+    split_key: float
+    regenerated: bool
+    source: int
+
+
+class _Tokens(NamedTuple):
+    """A tokenised conversation, cut to the longest length and to its last supervised token."""
+
+    tokens: np.ndarray
+    supervised: np.ndarray
+    truncated: bool
 
 
 class _Skip(Exception):
@@ -115,8 +145,10 @@ def read_array_record(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
         yield number, record
 
 
-def load_conversations(settings: DataSettings, tokenizer: ChatTokenizer, vocab_size: int) -> Conversations:
-    """Reads, renders and tokenises all files of `settings.paths`.
+def load_conversations(
+    settings: DataSettings, tokenizer: ChatTokenizer, vocab_size: int, share: Share = Share()
+) -> Conversations:
+    """Reads, renders and tokenises all files of `settings.paths`; of several processes each tokenises its share.
 
     A conversation that cannot be used is skipped and counted under its reason. Raises ConfigError for a broken file,
     no file, a tokenizer without chat template, and when nothing is left.
@@ -125,37 +157,73 @@ def load_conversations(settings: DataSettings, tokenizer: ChatTokenizer, vocab_s
         raise ConfigError("data paths is empty: name at least one file of conversations")
     if not tokenizer.tokenizer.chat_template:
         raise ConfigError("the target's tokenizer has no chat template, so it cannot render conversations")
+    entries, skipped = _read(settings.paths)
+    tokenised = _in_shares(entries, share, lambda entry: _tokenised(entry, settings, tokenizer, vocab_size))
     records: list[Record] = []
-    skipped: collections.Counter[str] = collections.Counter()
     truncated = 0
+    for entry, made in zip(entries, tokenised, strict=True):
+        if isinstance(made, str):
+            skipped[made] += 1
+            continue
+        record = Record(
+            made.tokens, made.supervised, len(records), entry.split_key, entry.regenerated, _thinks(entry), entry.source
+        )
+        if not len(record.anchors):
+            skipped["no two supervised tokens in a row"] += 1
+            continue
+        records.append(record)
+        truncated += made.truncated
+    sources = {record.source for record in records}
     for source, path in enumerate(settings.paths):
-        read = read_array_record if Path(path).suffix == ".array_record" else read_jsonl
-        before = len(records)
-        for line, raw in read(path):
-            try:
-                messages = _messages(raw, f"{path}:{line}")
-                tokens, supervised = _tokenise(messages, raw.get("finish") == "length", tokenizer, vocab_size)
-                cut = len(tokens) > settings.max_length
-                tokens, supervised = _trim(tokens[: settings.max_length], supervised[: settings.max_length])
-                record = Record(
-                    tokens, supervised, len(records), _split_key(messages), "sampling" in raw, _thinks(raw, messages),
-                    source,
-                )  # fmt: skip
-                if supervised.sum() < settings.min_supervised:
-                    raise _Skip(f"fewer than {settings.min_supervised} supervised tokens")
-                if not len(record.anchors):
-                    raise _Skip("no two supervised tokens in a row")
-            except _Skip as reason:
-                skipped[str(reason)] += 1
-                continue
-            records.append(record)
-            truncated += cut
-        if settings.weights and len(records) == before:
+        if settings.weights and source not in sources:
             raise ConfigError(f"{path}: has a weight of data weights but no usable conversation")
     if not records:
         reasons = ", ".join(f"{reason}: {count}" for reason, count in skipped.most_common()) or "the files are empty"
         raise ConfigError(f"data paths {', '.join(settings.paths)}: no usable conversation ({reasons})")
     return Conversations(records, dict(skipped.most_common()), truncated)
+
+
+def _read(paths: Sequence[str]) -> tuple[list[_Entry], collections.Counter[str]]:
+    """The conversations of all files in order, and how many have no answer to learn from, by reason."""
+    entries: list[_Entry] = []
+    skipped: collections.Counter[str] = collections.Counter()
+    for source, path in enumerate(paths):
+        read = read_array_record if Path(path).suffix == ".array_record" else read_jsonl
+        for line, raw in read(path):
+            try:
+                messages = _messages(raw, f"{path}:{line}")
+            except _Skip as reason:
+                skipped[str(reason)] += 1
+                continue
+            said = raw.get("thinking")
+            thinking = said if isinstance(said, bool) else None
+            cut_off, regenerated = raw.get("finish") == "length", "sampling" in raw
+            entries.append(_Entry(messages, cut_off, thinking, _split_key(messages), regenerated, source))
+    return entries, skipped
+
+
+def _in_shares(
+    entries: Sequence[_Entry], share: Share, tokenise: Callable[[_Entry], _Tokens | str]
+) -> list[_Tokens | str]:
+    """`tokenise` of every entry, in order, each computed by one process only."""
+    own = [tokenise(entry) for entry in entries[share.index :: share.count]]
+    if share.exchange is None:
+        return own
+    parts = [pickle.loads(part) for part in share.exchange(pickle.dumps(own))]
+    return [parts[number % share.count][number // share.count] for number in range(len(entries))]
+
+
+def _tokenised(entry: _Entry, settings: DataSettings, tokenizer: ChatTokenizer, vocab_size: int) -> _Tokens | str:
+    """The tokens of a conversation, or why it is skipped."""
+    try:
+        tokens, supervised = _tokenise(entry, tokenizer, vocab_size)
+    except _Skip as reason:
+        return str(reason)
+    cut = len(tokens) > settings.max_length
+    tokens, supervised = _trim(tokens[: settings.max_length], supervised[: settings.max_length])
+    if supervised.sum() < settings.min_supervised:
+        return f"fewer than {settings.min_supervised} supervised tokens"
+    return _Tokens(tokens, supervised, cut)
 
 
 def _messages(raw: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
@@ -188,17 +256,15 @@ def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
     return {"role": role, "content": content} | {key: turn[key] for key in _PASSED_ON if key in turn}
 
 
-def _tokenise(
-    messages: Sequence[Mapping[str, Any]], cut_off: bool, tokenizer: ChatTokenizer, vocab_size: int
-) -> tuple[np.ndarray, np.ndarray]:
+def _tokenise(entry: _Entry, tokenizer: ChatTokenizer, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
     try:
-        ids, mask = tokenizer.chat_with_mask(messages)
+        ids, mask = tokenizer.chat_with_mask(entry.messages, entry.thinking)
     except ConfigError as error:
         raise _Skip("the chat template refuses it") from error
     tokens, supervised = np.asarray(ids, np.int64), np.asarray(mask, bool)
     if tokens.min() < 0 or tokens.max() >= vocab_size:
         raise _Skip("token ids out of range")
-    if cut_off:
+    if entry.cut_off:
         # A token limit ended this answer, not the target: the end-of-turn token is the template's.
         supervised[np.flatnonzero(supervised)[-1]] = False
     return tokens.astype(np.int32), supervised
@@ -210,11 +276,11 @@ def _trim(tokens: np.ndarray, supervised: np.ndarray) -> tuple[np.ndarray, np.nd
     return tokens[:length], supervised[:length]
 
 
-def _thinks(raw: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> bool:
+def _thinks(entry: _Entry) -> bool:
     """Whether the record says so, else whether an answer holds a closed thought."""
-    if isinstance(raw.get("thinking"), bool):
-        return raw["thinking"]
-    return any("</think>" in message["content"] for message in messages if message["role"] == "assistant")
+    if entry.thinking is not None:
+        return entry.thinking
+    return any("</think>" in message["content"] for message in entry.messages if message["role"] == "assistant")
 
 
 def _split_key(messages: Sequence[Mapping[str, Any]]) -> float:

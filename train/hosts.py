@@ -14,8 +14,11 @@ from jax.sharding import Mesh
 
 from dspark_jax import sharding
 from dspark_jax.config import ConfigError, MeshSettings
+from train.conversations import Share
 from train.data import Shard
 from train.objective import Batch
+
+_PIECE = 1 << 22  # bytes of each process that are exchanged at a time
 
 
 def several() -> bool:
@@ -64,6 +67,13 @@ def shard(mesh: Mesh) -> Shard:
     return Shard(jax.process_index(), count)
 
 
+def tokenising() -> Share:
+    """This host's share of the conversations while they are tokenised."""
+    if jax.process_count() == 1:
+        return Share()
+    return Share(jax.process_index(), jax.process_count(), exchange)
+
+
 def place_batch(mesh: Mesh, batch: Batch, parts: int) -> Batch:
     """This host's rows of a batch onto its devices; with several `parts` (accumulation) as [parts, B, ...]."""
     leading = int(parts > 1)
@@ -88,6 +98,21 @@ def to_host(tree: Any) -> Any:
 def of_first(tree: Any) -> Any:
     """The first host's arrays on all hosts, where each has computed its own."""
     return tree if jax.process_count() == 1 else multihost_utils.broadcast_one_to_all(tree)
+
+
+def exchange(own: bytes) -> list[bytes]:
+    """The bytes of every process, in order, in the memory of all; a piece of each at a time over the devices."""
+    if jax.process_count() == 1:
+        return [own]
+    sizes = multihost_utils.process_allgather(np.asarray(divmod(len(own), _PIECE), np.int32))
+    rounds = int(sizes[:, 0].max()) + 1
+    padded = np.zeros(rounds * _PIECE, np.uint8)
+    padded[: len(own)] = np.frombuffer(own, np.uint8)
+    pieces = [multihost_utils.process_allgather(piece) for piece in np.split(padded, rounds)]
+    return [
+        b"".join(piece[index].tobytes() for piece in pieces)[: int(whole) * _PIECE + int(rest)]
+        for index, (whole, rest) in enumerate(sizes)
+    ]
 
 
 def local_copy(tree: Any) -> Any:

@@ -15,7 +15,7 @@ from dspark_jax import kv_cache, layers, losses, scanned_target, sharding
 from dspark_jax import target as target_lib
 from dspark_jax.config import DrafterConfig, LossConfig, OptimizerSettings, TargetConfig, TrainSettings
 from dspark_jax.drafters import base
-from dspark_jax.drafters.base import BlockFeatures, Committed, Frozen
+from dspark_jax.drafters.base import Committed, Frozen
 from dspark_jax.drafters.registry import algorithm, label_scores
 
 Params = dict[str, Any]
@@ -151,8 +151,8 @@ def sums_and_gradients(
 ) -> tuple[BatchSums, Params]:
     """`batch_sums`, and the float32 gradients of the loss's numerator, split as the table of dspark_jax.sharding says.
 
-    Each chunk of blocks is differentiated where it is computed, so nothing is kept of it and nothing computed again;
-    devices add their gradients up once, behind the last chunk.
+    Each chunk of blocks is differentiated where it is computed, so nothing of it is kept, and nothing but the scores of
+    draft attention is computed again; devices add their gradients up once, behind the last chunk.
     """
     whole, batch = _prepared(models, params, weights, batch, shares)
     return sharding.sum_over_rows(functools.partial(_own_gradients, models), whole, batch, params)
@@ -226,16 +226,9 @@ def _chunk_sums(models: StepModels, whole: _Whole, batch: Batch, rows: Any, part
     features = batch.features
     assert features is not None
 
-    def draft(params: Params, rows: Any) -> BlockFeatures:
-        detach = models.loss.detach_confidence
-        return algorithm(drafter).teacher_forced_blocks(
-            drafter, params, frozen, batch.tokens_BS, rows, anchors_BA, detach
-        )
-
-    if models.train.remat == "attention":
-        # The scores of attention are by far the most that a block keeps, and are no weight's product.
-        draft = jax.checkpoint(draft, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
-    blocks = draft(params, rows)
+    blocks = algorithm(drafter).teacher_forced_blocks(
+        drafter, params, frozen, batch.tokens_BS, rows, anchors_BA, models.loss.detach_confidence
+    )
     # The target's logits after token t predict t + 1: slot i's teacher is the hidden state at anchor + i.
     teacher_BAG = anchors_BA[:, :, None] + jnp.arange(drafter.num_drafts)[None, None, :]
     labels_BAG = base.gather_positions(batch.tokens_BS, teacher_BAG + 1)

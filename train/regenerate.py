@@ -34,6 +34,8 @@ class Args:
     top_k: int = 20
     greedy_fraction: float = 0.5
     """Share of prompts answered at temperature 0, spread evenly: users decode greedily too."""
+    thinking: bool | None = None
+    """The chat template's `enable_thinking`, for templates that have it; None: the template's default."""
     max_new_tokens: int = 256
     max_prompt_tokens: int = 512
     """Longer prompts are skipped and counted."""
@@ -72,7 +74,7 @@ def run(args: Args, target: Target) -> dict[str, int]:
             continue
         if number in done:
             continue
-        ids = target.tokenizer.chat([{"role": "user", "content": turns[0]}], add_generation_prompt=True)
+        ids = target.tokenizer.chat([{"role": "user", "content": turns[0]}], True, args.thinking)
         if len(ids) > args.max_prompt_tokens:
             counts["too long"] += 1
         else:
@@ -109,7 +111,7 @@ def run(args: Args, target: Target) -> dict[str, int]:
                         "finish": "stop" if stopped else "length",
                         "prompt": number,
                         "sampling": dataclasses.asdict(sampling),
-                    }
+                    } | ({} if args.thinking is None else {"thinking": args.thinking})
                     out.write(json.dumps(record, ensure_ascii=False) + "\n")
                 out.flush()
                 counts["written"] += len(batch)

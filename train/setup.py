@@ -123,7 +123,7 @@ def build(config: Config, draft_vocabulary: list[int] | None) -> Run:
         )
     drafter = drafter_config(config.draft, shape)
     check_writable(native_format(drafter), drafter)
-    conversations = load_conversations(config.data, target.tokenizer, shape.vocab_size)
+    conversations = load_conversations(config.data, target.tokenizer, shape.vocab_size, hosts.tokenising())
     train, held_out = data.split(conversations.records, config.data.validation_fraction)
     start_params, chosen, counted = None, None, None
     if drafter.draft_vocab_size:

@@ -45,51 +45,55 @@ class ChatTokenizer:
         )
         return str(text)
 
-    def render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
-        """The conversation as text, by the chat template. Raises ConfigError where the template cannot."""
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool, thinking: bool | None = None) -> str:
+        """The conversation as text, by the chat template. `thinking` is the template's own `enable_thinking`, for those
+        that have it; None: its default. Raises ConfigError where the template cannot."""
         if not self.tokenizer.chat_template:
             raise ConfigError("tokenizer: the model has no chat template, so it cannot render conversations")
+        switch: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
         try:
             text = self.tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=add_generation_prompt
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **switch,
             )
         except (TemplateError, ValueError, TypeError, KeyError) as error:
             raise ConfigError(f"{self._template}: cannot render the conversation: {error}") from error
         bos = self.tokenizer.bos_token
         return f"{bos}{text}" if self.add_bos and not str(text).startswith(str(bos)) else str(text)
 
-    def chat(self, messages: Sequence[Message], add_generation_prompt: bool) -> list[int]:
+    def chat(self, messages: Sequence[Message], add_generation_prompt: bool, thinking: bool | None = None) -> list[int]:
         """Ids of the rendered conversation, open for an answer when `add_generation_prompt`."""
-        return self.encode(self.render(messages, add_generation_prompt), allow_special=True)
+        return self.encode(self.render(messages, add_generation_prompt, thinking), allow_special=True)
 
-    def chat_with_mask(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
+    def chat_with_mask(self, messages: Sequence[Message], thinking: bool | None = None) -> tuple[list[int], list[bool]]:
         """Ids of a conversation, and for each whether the model emits it: an answer's content and end-of-turn token.
 
-        Each answer is tokenised apart from the prompt before it, as in generation, where no token can join the two.
-        Raises ConfigError for a conversation that begins with an answer, and where the template rewrites earlier turns
-        or closes no answer with a special token.
+        Each answer is tokenised apart from the prompt before it, as in generation, where no token can join the two. An
+        answer that the template renders otherwise once it is history, as templates do that drop its thoughts, is
+        context and not masked in: the model never emitted that text. Raises ConfigError for a conversation that begins
+        with an answer, and where the template leaves no answer as it was or closes none with a special token.
         """
         if messages and messages[0].get("role") == "assistant":
             raise ConfigError("conversation: begins with an assistant turn, expected a system or user turn")
-        full = self.render(messages, add_generation_prompt=False)
+        full = self.render(messages, False, thinking)
         ids: list[int] = []
         mask: list[bool] = []
-        done = 0
-        for turn, message in enumerate(messages):
-            if message.get("role") != "assistant":
-                continue
-            before = self.render(messages[:turn], add_generation_prompt=True)
-            after = self.render(messages[: turn + 1], add_generation_prompt=False)
+        done, answers = 0, [turn for turn, message in enumerate(messages) if message.get("role") == "assistant"]
+        for turn in answers:
+            before = self.render(messages[:turn], True, thinking)
+            after = self.render(messages[: turn + 1], False, thinking)
             if not (after.startswith(before) and full.startswith(after) and len(before) >= done):
-                raise ConfigError(
-                    f"{self._template}: rewrites the turns before or after turn {turn}, so no mask is exact"
-                )
+                continue
             end = len(before) + self._end_of_turn(after[len(before) :])
             for text, emitted in ((full[done : len(before)], False), (full[len(before) : end], True)):
                 piece = self.encode(text, allow_special=True)
                 ids += piece
                 mask += [emitted] * len(piece)
             done = end
+        if answers and not done:
+            raise ConfigError(f"{self._template}: rewrites the turns before or after every answer, so no mask is exact")
         rest = self.encode(full[done:], allow_special=True)
         return ids + rest, mask + [False] * len(rest)
 
