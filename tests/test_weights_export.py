@@ -322,7 +322,8 @@ def test_the_shipped_drafter_goes_to_vllms_format_with_its_targets_head(tmp_path
     assert run(shipped, "--format", "speculators", tmp_path / "out") == 0
     raw = json.loads((tmp_path / "out" / "config.json").read_text())
     assert_fits(raw, SCHEMA)
-    assert load_file(tmp_path / "out" / "model.safetensors")["lm_head.weight"].shape == (8192, 576)
+    size = json.loads((shipped / "config.json").read_text())["draft_vocab_size"]
+    assert load_file(tmp_path / "out" / "model.safetensors")["lm_head.weight"].shape == (size, 576)
     assert run(tmp_path / "out", "--format", "deepspec", tmp_path / "back", "--target", "smollm2-135m") == 0
     first, last = (tensor_bytes(folder) for folder in (shipped, tmp_path / "back"))
     assert {name: last[name] for name in first} == first
