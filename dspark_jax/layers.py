@@ -1,5 +1,6 @@
 """The four operations every model here is made of. Weights are stored [out, in]; results are float32."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
+_TILE = 64
 _THIN = 32  # rows up to which a float32 dot on a CPU is faster turned around
 
 
@@ -48,11 +50,29 @@ def _linear_gradients(kept: tuple[Any, Any, Any], of_MO: jax.Array) -> tuple[Any
     if w_OI is not None:
         of_x = _product(of_MO.astype(w_OI.dtype), w_OI, (1, 0)).astype(like.dtype)
     if x_MI is not None:
-        of_w = _product(of_MO.astype(x_MI.dtype), x_MI, (0, 0)).astype(x_MI.dtype)
+        of_w = jax.lax.platform_dependent(
+            of_MO.astype(x_MI.dtype), x_MI, cpu=_weight_gradient_on_cpu, default=_weight_gradient
+        ).astype(x_MI.dtype)
     return of_x, of_w
 
 
 _flat_linear.defvjp(_keep_for_gradients, _linear_gradients, symbolic_zeros=True)
+
+
+def _weight_gradient(of_MO: jax.Array, x_MI: jax.Array) -> jax.Array:
+    return _product(of_MO, x_MI, (0, 0))
+
+
+def _weight_gradient_on_cpu(of_MO: jax.Array, x_MI: jax.Array) -> jax.Array:
+    """XLA folds a plain transpose into the dot and computes that in float32, four times as slowly as a bfloat16 dot of
+    untransposed sides (150 against 650 GFLOP/s, measured); a transpose by tiles it leaves alone."""
+    num_rows, num_out = of_MO.shape
+    tile_m, tile_o = math.gcd(num_rows, _TILE), math.gcd(num_out, _TILE)
+    if of_MO.dtype != jnp.bfloat16 or min(tile_m, tile_o) == 1:
+        return _weight_gradient(of_MO, x_MI)
+    tiles = of_MO.reshape(num_rows // tile_m, tile_m, num_out // tile_o, tile_o).transpose(2, 0, 3, 1)
+    of_OM = jax.lax.optimization_barrier(tiles.transpose(0, 2, 1, 3).reshape(num_out, num_rows))
+    return _product(of_OM, x_MI, (1, 0))
 
 
 def _product(left: jax.Array, right: jax.Array, contracted: tuple[int, int]) -> jax.Array:
