@@ -23,6 +23,8 @@ Kind = Literal["off", "fixed", "threshold", "scheduled", "sync"]
 DEFAULT = "scheduled"
 PROBE_EVERY = 16  # plain rounds after which one drafts again, so that a change of mood of the drafter is seen
 MEMORY = 0.95  # of the running means over rounds
+TEXT_MEMORY = 0.7  # of a text's own running mean: one round's confidences say little about the round after next
+LARGEST_SLIP = 4.0  # a round that took longer than this many times its profile was held up by something else
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Policy:
 
     def __init__(self, spec: PolicySpec, num_drafts: int, token_buckets: Mapping[int, Sequence[int]]) -> None:
         self.spec, self.num_drafts, self.token_buckets = spec, num_drafts, token_buckets
-        self._survival: dict[int, np.ndarray] = {}  # by text
+        self._survival: dict[int, np.ndarray] = {}  # by text: a running mean
         # Before anything is known. Optimism here would open every run with the longest blocks; half is enough to draft
         # where drafts are cheap, and where they are not, probing finds out.
         self._mean_survival = 0.5 ** np.arange(1, num_drafts + 1)
@@ -77,6 +79,7 @@ class Policy:
         self._plain_rounds = 0
         self._predicted, self._stood = 1.0, 1.0
         self._taken_G, self._tried_G = np.ones(num_drafts), np.full(num_drafts, 2.0)
+        self._slip: dict[tuple[int, bool], tuple[float, float]] = {}  # by bucket and kind of round: sum of logs, weight
 
     @property
     def prior_G(self) -> np.ndarray:
@@ -105,19 +108,34 @@ class Policy:
         assert curves is not None, "a scheduled policy needs a profile"
         survival_RG = np.stack([self._survival.get(text, self._mean_survival) for text in texts])
         survival_RG = np.minimum(survival_RG * self.trust, 1.0)
-        seconds = [curves.plain(bucket, sampled), *(curves.draft(bucket, t, sampled) for t in edges)]
-        capacity = capacity_from_stale(survival_RG, seconds, [count, *edges])
+        plain = curves.plain(bucket, sampled) * self.slip(bucket, drafted=False)
+        drafting = np.array([curves.draft(bucket, t, sampled) for t in edges]) * self.slip(bucket, drafted=True)
+        capacity = capacity_from_stale(survival_RG, [plain, *drafting], [count, *edges])
         if capacity == 0:
             self._plain_rounds += 1
             if self._plain_rounds % PROBE_EVERY:
                 return Choice(0)
-            return Choice(edges[0])
+            capacity = capacity_from_stale(survival_RG, drafting, edges)
         self._plain_rounds = 0
         return Choice(_at_least(edges, count + capacity))
 
+    def slip(self, bucket: int, drafted: bool) -> float:
+        """How many times its profiled seconds a round has taken of late. Rounds in a row find other caches warm than
+        the profile did, and the host has a part in each; what decides is how a plain and a drafting round compare."""
+        logs, weight = self._slip.get((bucket, drafted), (0.0, 0.0))
+        return float(np.exp(logs / (weight + 2.0)))
+
+    def observe_seconds(self, bucket: int, tokens: int, sampled: bool, curves: Curves, seconds: float) -> None:
+        """The time of a finished round, from the end of the one before it; `tokens` 0: a plain one."""
+        profiled = curves.draft(bucket, tokens, sampled) if tokens else curves.plain(bucket, sampled)
+        if 1 / LARGEST_SLIP < seconds / profiled < LARGEST_SLIP:
+            logs, weight = self._slip.get((bucket, tokens > 0), (0.0, 0.0))
+            self._slip[bucket, tokens > 0] = MEMORY * logs + float(np.log(seconds / profiled)), MEMORY * weight + 1.0
+
     def observe(self, text: int, survival_G: np.ndarray, length: int, accepted: int) -> None:
         """One request's part of a finished drafting round."""
-        self._survival[text] = survival_G
+        known_G = self._survival.get(text, self._mean_survival)
+        self._survival[text] = TEXT_MEMORY * known_G + (1 - TEXT_MEMORY) * np.nan_to_num(survival_G)
         self._mean_survival = MEMORY * self._mean_survival + (1 - MEMORY) * np.nan_to_num(survival_G)
         self._mean_length = MEMORY * self._mean_length + (1 - MEMORY) * length
         self._predicted = MEMORY * self._predicted + float(np.nan_to_num(survival_G[:length]).sum())

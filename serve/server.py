@@ -33,6 +33,7 @@ class _Ticket:
     output: Output
     texts: list[Text]
     packed: int  # places of the round's target pass; 0: a chunk of a prompt
+    started: float
     drafted: bool = False
     final: bool = True  # False: a chunk that is not its prompt's last
 
@@ -81,6 +82,7 @@ class Server:
         self.monitor = DriftMonitor(engine.num_drafts)
         self.totals = Totals()
         self._under_way: deque[_Ticket] = deque()
+        self._last_read = 0.0
 
     def submit(self, request: Request) -> Text:
         """Queues a request; see `Scheduler.submit` for what is refused."""
@@ -132,9 +134,10 @@ class Server:
         text, longest = texts[0], max(self.engine.config.prefill_lengths)
         request = text.request
         chunk = request.prompt[text.prefilled : text.prefilled + longest]
+        started = self.clock()
         output = self.engine.prefill(text.slot, chunk, text.prefilled, request.seed, request.sampling, text.pages)
         text.prefilled += len(chunk)
-        self._start(_Ticket(output, [text], 0, final=not text.prefilling))
+        self._start(_Ticket(output, [text], 0, started, final=not text.prefilling))
         return True
 
     def _decode(self) -> bool:
@@ -148,22 +151,25 @@ class Server:
             self._decode_now(texts, slots, bucket, sampled)
             return True
         choice = self.policy.choose([text.number for text in texts], bucket, self.curves, sampled)
+        started = self.clock()
         if choice.tokens:
             knobs = self.engine.knobs(choice.by_survival, choice.threshold, choice.longest, self.policy.prior_G)
-            self._start(_Ticket(self.engine.round(slots, choice.tokens, knobs), texts, choice.tokens, drafted=True))
+            output = self.engine.round(slots, choice.tokens, knobs)
+            self._start(_Ticket(output, texts, choice.tokens, started, drafted=True))
         else:
-            self._start(_Ticket(self.engine.plain(slots), texts, bucket))
+            self._start(_Ticket(self.engine.plain(slots), texts, bucket, started))
         return True
 
     def _decode_now(self, texts: list[Text], slots: list[int], bucket: int, sampled: bool) -> None:
         """`scheduled:sync`: the host reads the lengths that Algorithm 1 found, then picks the bucket."""
         assert self.curves is not None
         curve = self.curves.steps_per_second(bucket, self.engine.num_drafts, sampled)
-        knobs = self.engine.knobs(prior_G=self.policy.prior_G)
+        knobs, started = self.engine.knobs(prior_G=self.policy.prior_G), self.clock()
         drafted, lengths_R = self.engine.draft(slots, knobs, jax.device_put(curve))
         total = int(np.sum(jax.device_get(lengths_R))) + len(slots)
         tokens = min(t for t in self.engine.token_buckets[bucket] if t >= total)
-        self._start(_Ticket(self.engine.verify(slots, tokens, drafted, lengths_R), texts, tokens, drafted=True))
+        output = self.engine.verify(slots, tokens, drafted, lengths_R)
+        self._start(_Ticket(output, texts, tokens, started, drafted=True))
 
     def _start(self, ticket: _Ticket) -> None:
         for leaf in ticket.output:
@@ -177,12 +183,14 @@ class Server:
         output: Any = jax.device_get(ticket.output)
         now = self.clock()
         self.totals.waiting += now - start
+        seconds, self._last_read = now - max(ticket.started, self._last_read), now
         if not ticket.final:
             if output.bad_R[0]:
                 self.scheduler.take(ticket.texts[0], Row([], 0, 0, bad=True), now)
             return
         if ticket.packed:
             self._count(ticket, output)
+            self._observe_seconds(ticket, seconds)
         for row, text in enumerate(ticket.texts):
             if text.reason is not None:
                 continue  # ended while this round was under way: its tokens are nobody's
@@ -198,6 +206,14 @@ class Server:
                 self.on_token(text, added)
             if text.reason is not None:
                 self.policy.forget(text.number)
+
+    def _observe_seconds(self, ticket: _Ticket, seconds: float) -> None:
+        """Tells the policy what a round took: the device works on one after the other, and never waits."""
+        if self.curves is None:
+            return
+        sampled = any(text.request.sampling.temperature > 0 for text in ticket.texts)
+        tokens = ticket.packed if ticket.drafted else 0
+        self.policy.observe_seconds(self.engine.bucket(len(ticket.texts)), tokens, sampled, self.curves, seconds)
 
     def _count(self, ticket: _Ticket, output: Any) -> None:
         totals, rows = self.totals, len(ticket.texts)

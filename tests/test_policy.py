@@ -72,6 +72,41 @@ def test_length_zero_is_probed_from_time_to_time():
     assert [i for i, t in enumerate(tokens) if t] == [PROBE_EVERY - 1, 2 * PROBE_EVERY - 1]
 
 
+def test_a_probe_has_the_length_that_would_pay_most():
+    p = policy("scheduled")
+    free_drafts = Curves(
+        {(r, t, s): 1.0 if t else 0.1 for r in BUCKETS for t in (0, *BUCKETS[r]) for s in (False, True)}
+    )
+    tokens = {p.choose([0], 1, free_drafts, False).tokens for _ in range(PROBE_EVERY)}
+    assert tokens == {0, BUCKETS[1][-1]}
+
+
+def test_one_unsure_round_does_not_end_drafting():
+    p = policy("scheduled")
+    for _ in range(20):
+        p.observe(0, np.full(G, 0.9), G, G)
+    p.observe(0, np.full(G, 0.05), G, 0)
+    assert p.choose([0], 1, linear(0.3), False).tokens > 0
+
+
+def test_rounds_that_take_other_than_profiled_seconds_are_believed():
+    """Drafts that the profile calls dear, and that are not, get verified; the other way round they do not."""
+    for profiled, plain, drafting in ((linear(1.0), 2.0, 1.0), (linear(0.0), 1.0, 3.0)):
+        p = policy("scheduled")
+        before = p.choose([0], 1, profiled, False).tokens > 0
+        for _ in range(60):
+            p.observe_seconds(1, 0, False, profiled, plain)
+            p.observe_seconds(1, 2, False, profiled, drafting)
+        assert before != (plain > drafting) == (p.choose([0], 1, profiled, False).tokens > 0)
+
+
+def test_a_round_that_was_held_up_is_not_believed():
+    p = policy("scheduled")
+    for seconds in (1e-6, 1e3):
+        p.observe_seconds(1, 2, False, linear(0.1), seconds)
+    assert p.slip(1, drafted=True) == 1.0
+
+
 def test_a_head_that_promises_too_much_is_trusted_less():
     """The same survivals, kept and broken: what is broken is not drafted for any longer."""
     sizes = []

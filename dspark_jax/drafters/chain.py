@@ -122,7 +122,9 @@ def propose(
         return (block, drawn.token_R), (*drawn, support_RK, confidence_R)
 
     slots = jnp.arange(config.num_drafts), keys_RG.swapaxes(0, 1)
-    _, drawn = jax.lax.scan(step, (block, jnp.asarray(first_R, jnp.int32)), slots)
+    # Unrolled for serving on a CPU, as in `sample_block`: the table here is the target's whole embedding.
+    unroll = config.num_drafts if shortlist and kv_cache.platform() == "cpu" else 1
+    _, drawn = jax.lax.scan(step, (block, jnp.asarray(first_R, jnp.int32)), slots, unroll=unroll)
     *sample, confidence_RG = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), drawn)
     return Proposal(BlockSample(*sample), confidence_RG)
 
