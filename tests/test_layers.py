@@ -1,0 +1,32 @@
+"""The one product and its gradients, on the routes a CPU takes: thin, turned, and transposed by tiles."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dspark_jax.layers import linear
+
+
+def integers(seed: int, *shape: int) -> np.ndarray:
+    """Small whole numbers: bfloat16 products of them, and float32 sums, are exact."""
+    return np.random.default_rng(seed).integers(-3, 4, shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("rows", [1, 3, 17, 32, 64, 75, 320])
+@pytest.mark.parametrize("outputs", [5, 24, 128])
+def test_values_and_gradients_are_those_of_the_product(dtype: jnp.dtype, rows: int, outputs: int):
+    x, w, of = integers(0, rows, 12), integers(1, outputs, 12), integers(2, rows, outputs)
+    y, pull_back = jax.vjp(linear, jnp.asarray(x), jnp.asarray(w, dtype))
+    of_x, of_w = pull_back(jnp.asarray(of))
+    assert (y.dtype, of_x.dtype, of_w.dtype) == (jnp.float32, jnp.float32, dtype)
+    np.testing.assert_array_equal(y, x @ w.T)
+    np.testing.assert_array_equal(of_x, of @ w)
+    # The gradient leaves in the dtype of the weight: rounded once, from the exact sum.
+    np.testing.assert_array_equal(of_w, jnp.asarray(of.T @ x, dtype))
+
+
+def test_leading_axes_are_rows_and_output_axes_are_kept():
+    x, w = integers(0, 2, 5, 12), integers(1, 3, 4, 12)
+    np.testing.assert_array_equal(linear(jnp.asarray(x), jnp.asarray(w)), np.einsum("abi,opi->abop", x, w))
