@@ -128,6 +128,7 @@ def numbers(server: Server, texts: Sequence[Text], seconds: float) -> dict[str, 
         "accepted_per_request_round": sum(t.accepted for t in texts) / rounds if rounds else None,
         "padding_share": 1 - totals.filled / totals.packed if totals.packed else None,
         "host_share": totals.host / (totals.host + totals.waiting) if totals.waiting else None,
+        "idle_share": totals.idle / (totals.host + totals.waiting) if totals.waiting else None,
         "calibration_error": server.monitor.error,
     }
 
@@ -196,7 +197,7 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
     for name in ("users", "arrivals/s", "domain", "policy"):
         table.add_column(name)
     for name in ("tokens/s", "x off", "tokens/s/user p50", "p95", "first token p50", "verified", "accepted", "padding",
-                 "host"):  # fmt: skip
+                 "host", "idle"):  # fmt: skip
         table.add_column(name, justify="right")
     means = load_plots.average(rows)
     for load, group in itertools.groupby(means, key=lambda row: (row["users"], row["rate"], row["domain"])):
@@ -214,6 +215,7 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
                 _text(row["accepted_per_request_round"], ".2f"),
                 _text(row["padding_share"], ".0%"),
                 _text(row["host_share"], ".1%"),
+                _text(row["idle_share"], ".1%"),
                 end_section=row is lines[-1],
             )  # fmt: skip
     report.console().print(table)

@@ -55,6 +55,8 @@ class Totals:
     """Host time spent waiting for the device: rounds are being computed meanwhile."""
     host: float = 0.0
     """Host time spent on anything else while work was under way."""
+    idle: float = 0.0
+    """What of it the device may have spent with nothing to do: an upper bound."""
 
 
 class Server:
@@ -114,14 +116,17 @@ class Server:
         """Dispatches a chunk of a prompt and a round, if there is any, then reads all but the newest."""
         start = self.clock()
         waited = self.totals.waiting
-        busy = bool(self._under_way)
+        newest = self._under_way[-1].output.next_R if self._under_way else None
         self.scheduler.admit()
         prefilled = self._prefill()
         decoded = self._decode()
+        if newest is not None and newest.is_ready() and (prefilled or decoded):
+            # It ended before its successor was there: at some time since the host last heard of the device.
+            self.totals.idle += self.clock() - self._last_read
         keep = DEPTH - 1 if prefilled or decoded else 0
         while len(self._under_way) > keep:
             self._read(self._under_way.popleft())
-        if busy:
+        if newest is not None:
             self.totals.host += self.clock() - start - (self.totals.waiting - waited)
 
     # -- dispatch ------------------------------------------------------------------------------------------------

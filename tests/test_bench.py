@@ -162,6 +162,7 @@ def test_load_serves_every_request_once_under_every_policy(both: tuple[Engine, E
         assert row["texts"] == 2 * row["users"] and 0 < row["tokens"] <= 6 * row["texts"]
         assert row["tokens_per_second"] == pytest.approx(row["tokens"] / row["seconds"])
         assert 0 <= row["padding_share"] < 1 and 0 < row["host_share"] < 1
+        assert 0 <= row["idle_share"] < 1
         assert (row["verified_per_request_round"] or 0) >= (row["accepted_per_request_round"] or 0)
         assert set(row["by_domain"]) == set(PROMPTS)
     same = {(r["users"], r["rate"]): set() for r in rows}
