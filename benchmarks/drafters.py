@@ -101,7 +101,8 @@ def _compare(args: Args, command: str, console: Console) -> bool:
     out = args.json or args.workdir / "results.json"
     report.check_writable(out)
     target = tiny_target() if common.target.path == TINY else load_target(common.target.path, common.target.dtype)
-    sets = list(encode_sets(target, _prompts(args.prompts), args.limit, LONGEST_PROMPT, args.tokens).values())
+    longest = min(LONGEST_PROMPT, target.config.max_length - args.tokens)
+    sets = list(encode_sets(target, _prompts(args.prompts), args.limit, longest, args.tokens).values())
     budget = drafters_train.make_budget(next(iter(runs.values())), target)
     result: dict[str, Any] = {
         "machine": report.machine(),
