@@ -50,8 +50,8 @@ def parameters(config: DrafterConfig) -> dict[str, int]:
     """Trained weights, and how many of them lie in tables with a row for each id of a vocabulary."""
     shapes = jax.eval_shape(lambda: algorithm(config).init_params(config, jax.random.key(0)))
     leaves: list[Any] = jax.tree.leaves(shapes)
-    rows = config.vocab_size, config.head_rows
-    tables = sum(leaf.size for leaf in leaves if leaf.ndim == 2 and leaf.shape[0] in rows)
+    rows = {config.vocab_size, config.head_rows}
+    tables = sum(leaf.size for leaf in leaves if rows & set(leaf.shape))
     return {"parameters": sum(leaf.size for leaf in leaves), "in_tables": tables}
 
 
