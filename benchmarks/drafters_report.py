@@ -160,15 +160,15 @@ def _costs(result: Result) -> Sheet:
     rows = []
     for name in names(result):
         mine = runs(result, name)
-        first, blocks, positions = mine[0], (_mean(mine, "blocks"), _mean(mine, "positions"))
+        first, blocks, positions = mine[0], _mean(mine, "blocks"), _mean(mine, "positions")
         times = [1000 * float(np.mean([run["draft_seconds"][r] for run in mine])) for r in requests]
         rows.append((
-            name, str(first["layers"]), f"{(first['parameters'] - first['in_tables']) / 1e6:.2f}",
+            name, str(first["layers"]), f"{first['parameters'] / 1e6:.2f}",
             f"{first['in_tables'] / 1e6:.2f}", *(f"{ms:.2f}" for ms in times), f"{_mean(mine, 'seconds') / 60:.1f}",
             f"{blocks:,.0f}", f"{positions:,.0f}",
         ))  # fmt: skip
     columns = (
-        "drafter", "layers", "million weights", "in tables by token", *(f"ms a block, {r} at once" for r in requests),
+        "drafter", "layers", "million weights", "of these in token tables", *(f"ms a block, {r} at once" for r in requests),
         "training, minutes", "blocks", "supervised positions",
     )  # fmt: skip
     title = f"Size, draft time (greedy, {result['context']} tokens of context) and training of a seed"
