@@ -43,6 +43,7 @@ def _conditional(result: Result, path: Path) -> None:
         _grid(axis, f"{headings(result)[column]}, temperature {t:g}")
         for number, name in enumerate(names(result)):
             y = [np.nan if share is None else share for share in conditional(result, name, prompts, t)]
+            axis.set_xticks(range(1, len(y) + 1))
             axis.plot(np.arange(1, len(y) + 1), y, marker="o", markersize=3, label=name, **_style(name, number))
         if row == len(heat) - 1:
             axis.set_xlabel("position")
@@ -56,16 +57,16 @@ def _conditional(result: Result, path: Path) -> None:
 def _against_time(result: Result, path: Path) -> None:
     """A panel a temperature: mean accepted length of the sets against milliseconds of a draft, one request."""
     heat = temperatures(result)
-    figure = Figure(figsize=(4.6 * len(heat) + 2.0, 4.0), layout="constrained")
+    figure = Figure(figsize=(5.2 * len(heat), 4.2), layout="constrained")
     axes = figure.subplots(1, len(heat), sharex=True, sharey=True, squeeze=False)[0]
     for axis, t in zip(axes, heat, strict=True):
         _grid(axis, f"temperature {t:g}")
         for number, name in enumerate(names(result)):
-            x = 1000 * np.mean([run["draft_seconds"]["1"] for run in runs(result, name)])
+            x = 1000 * float(np.mean([run["draft_seconds"]["1"] for run in runs(result, name)]))
             y = length(counts(result, name, t))
-            axis.plot([x], [np.nan if y is None else y], marker="o", label=name, **_style(name, number))
+            if y is not None:
+                axis.plot([x], [y], marker="o", **_style(name, number))
+                axis.annotate(name, (x, y), xytext=(4, 4), textcoords="offset points", fontsize=7)
         axis.set_xlabel("ms to draft a block, one request")
     axes[0].set_ylabel("tokens a round, mean of sets")
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right center", fontsize=8)
     figure.savefig(path, dpi=120)

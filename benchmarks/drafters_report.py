@@ -168,8 +168,8 @@ def _costs(result: Result) -> Sheet:
             f"{blocks:,.0f}", f"{positions:,.0f}",
         ))  # fmt: skip
     columns = (
-        "drafter", "layers", "million weights", "of these in token tables", *(f"ms a block, {r} at once" for r in requests),
-        "training, minutes", "blocks", "supervised positions",
+        "drafter", "layers", "million weights", "of these in token tables",
+        *(f"ms a block, {r} at once" for r in requests), "training, minutes", "blocks", "supervised positions",
     )  # fmt: skip
     title = f"Size, draft time (greedy, {result['context']} tokens of context) and training of a seed"
     return Sheet(title, columns, tuple(rows))
