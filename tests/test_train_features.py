@@ -109,6 +109,14 @@ def test_other_layers_are_refused_by_name(config: Config, cache: Path) -> None:
         setup.build(with_cache(config, cache, target_layer_ids=(0, 1)), None)
 
 
+def test_a_drafter_that_taps_less_reads_its_own_layers(config: Config, cache: Path) -> None:
+    whole, part = (setup.build(with_cache(config, cache, **draft), None) for draft in ({}, {"target_layer_ids": (1,)}))
+    assert whole.features is not None and part.features is not None
+    both, one = (run.features.read(run.train[:1], 192) for run in (whole, part) if run.features)
+    np.testing.assert_array_equal(one.taps_BSMD, both.taps_BSMD[:, 1:])
+    np.testing.assert_array_equal(one.hidden_BSD, both.hidden_BSD)
+
+
 def test_another_target_and_template_are_refused_by_name(config: Config, cache: Path, tmp_path: Path) -> None:
     for name, value in (("weights", "0" * 16), ("template", "f" * 16), ("target", "other")):
         for file in cache.iterdir():

@@ -174,9 +174,13 @@ class CachedFeatures:
     """An opened cache: features of a record by its tokens."""
 
     def __init__(self, directory: Path, target: Target, drafter: DrafterConfig) -> None:
-        """Raises ConfigError for a cache of another target, layer set or template, and for a damaged shard."""
-        manifest = _read_manifest(directory)
-        _check_identity(manifest, identity(target, drafter), directory)
+        """Raises ConfigError for a cache of another target or template or without a layer that the drafter taps, and
+        for a damaged shard. Layers that the drafter does not tap are left out."""
+        manifest, wanted = _read_manifest(directory), identity(target, drafter)
+        there: list[int] = manifest.get("layers", [])
+        enough = {"layers": wanted["layers"]} if set(wanted["layers"]) <= set(there) else {}
+        _check_identity(manifest | enough, wanted, directory)
+        self._taps = [there.index(layer) for layer in wanted["layers"]]
         self.directory = directory
         self._place: dict[str, tuple[int, int]] = {}
         self._shards: list[Path] = []
@@ -231,7 +235,7 @@ class CachedFeatures:
         arrays = {name: _array(part) for name, part in entry.items()}
         if len(arrays["taps"]) != len(record.tokens):
             raise ConfigError(f"{self._shards[number]}: entry {index} is not of its conversation; make the cache anew")
-        return arrays
+        return arrays | {"taps": arrays["taps"][:, self._taps]}
 
 
 def _array(part: dict[str, Any]) -> np.ndarray:

@@ -47,6 +47,11 @@ def load_target_shape(path: Path) -> TargetConfig:
     return _call(path, "get_target", TargetConfig)
 
 
+def load_drafters(path: Path) -> dict[str, Config]:
+    """What `get_drafters()` of the Python file at `path` returns: the runs of a comparison, by name."""
+    return _call(path, "get_drafters", dict)
+
+
 def _call(path: Path, name: str, kind: type[_T]) -> _T:
     spec = importlib.util.spec_from_file_location("dspark_jax_run_config", path)
     if not path.is_file() or spec is None or spec.loader is None:
