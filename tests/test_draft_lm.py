@@ -222,10 +222,7 @@ def test_a_run_writes_a_language_model_that_loads_and_trains_on(tmp_path: Path) 
     """From the command line: trained, measured, written; then tuned further as any language model is."""
     short = {"max-steps": 2, "eval-every": 2, "eval-prompts": 2, "eval-tokens": 8}
     more = [f"--train.{name}={value}" for name, value in short.items()]
-    for name, further in (
-        ("a", []),
-        ("b", ["--train.start-from", str(tmp_path / "a" / "drafter"), "--draft.num-layers=5"]),
-    ):
+    for name, further in (("a", []), ("b", ["--train.start-from", str(tmp_path / "a" / "drafter")])):
         assert main(["--config", str(CONFIG), "--workdir", str(tmp_path / name), *more, *further]) == 0
         drafter = load_drafter(tmp_path / name / "drafter_best", tiny_target())
         assert (drafter.config.algorithm, drafter.config.num_layers, drafter.config.num_drafts) == ("lm", 1, 3)

@@ -184,10 +184,11 @@ def _drafter(config: Config, target: TargetConfig) -> DrafterConfig:
     drafter, path = drafter_config(config.draft, target), config.train.start_from
     if drafter.algorithm != "lm" or not path:
         return drafter
-    for field in ("num_layers", "d_ff"):
-        value, usual = getattr(config.draft, field), getattr(DraftSettings, field)
-        require(value == usual, f"draft {field} = {value}: train start_from = {path} says it; leave it out")
     whole = read_target(path, only=())[0]
+    for field in ("num_layers", "d_ff"):
+        value, own = getattr(config.draft, field), getattr(whole, field)
+        usual = value in (own, getattr(DraftSettings, field))
+        require(usual, f"draft {field} = {value}: train start_from = {path} has {own}; leave it out")
     return plain_drafter(whole, config.draft.block_size, config.draft.confidence_head)
 
 

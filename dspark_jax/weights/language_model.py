@@ -74,7 +74,7 @@ def check_tokens(
         return
     own, wanted = (one.tokenizer.get_vocab() for one in (tokenizer, target_tokenizer))
     if own != wanted:
-        token, number = min(own.items() ^ wanted.items(), key=lambda item: (item[1], item[0]))
+        token, _ = min(own.items() ^ wanted.items(), key=lambda item: (item[1], item[0]))
         raise ConfigError(
             f"{where}: its tokenizer has id {own.get(token)} for {token!r}, the target's {wanted.get(token)}, {other}"
         )
