@@ -211,6 +211,7 @@ def write_drafter(
     Both files are written beside the directory first and then moved into it. Raises ConfigError for a format that is
     not written here, or that cannot hold this drafter.
     """
+    check_writable(format_name, config)
     form, describe = _writer(format_name, config)
     number = None if dtype is None else np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     leaves = form.cut(config, params) if form.cut else _by_table(form, config, params)
