@@ -84,8 +84,8 @@ class DraftSettings:
     """The drafter of a training run; what is not named here is the target's own (see `drafter_config`).
 
     `algorithm` "eagle3" and "mtp" draft token by token: `block_size` of them with one layer, no mask token, no Markov
-    head. mtp taps no layer. `mask_token_id` is for the others: an id that no text contains. "lm" is a whole decoder with
-    its own embedding and head, fed nothing of the target: `num_layers` of the target's kind, or the language model that
+    head. mtp taps no layer. `mask_token_id` is for the others: an id that no text contains. "lm" is a decoder of
+    its own, fed nothing of the target but tokens: `num_layers` of the target's kind, or the language model that
     `train.start_from` names.
 
     `target_layer_ids` empty picks `num_taps` layers by the paper's even spacing. `d_ff` 0 is the target's.

@@ -223,8 +223,8 @@ class DocumentRows(NamedTuple):
 
 
 class BlockRows(NamedTuple):
-    """One layer's keys and values of R blocks that grow token by token behind what `committed` holds before `limit`:
-    `append` and `attend` of one row a block, of which the committed cache hears nothing."""
+    """One layer's keys and values of R blocks that grow token by token behind what `committed` holds before `limit`. It
+    stands in for a cache where a decoder runs on one row a block; the committed cache hears nothing of it."""
 
     committed: "LayerCache | PagedLayer"
     limit_R1: jax.Array
@@ -261,7 +261,7 @@ class BlockRows(NamedTuple):
         return jax.lax.dynamic_index_in_dim(out_R1GNH, slot, axis=2, keepdims=False)
 
 
-Cache = LayerCache | PagedLayer | DocumentRows | BlockRows
+Cache = LayerCache | PagedLayer | DocumentRows
 SharedCache = PagedLayer | DocumentRows  # one for all layers: what a loop over layers carries
 
 
