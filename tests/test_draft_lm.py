@@ -191,7 +191,7 @@ def test_the_engine_writes_the_same_text(itself: bool, plain: list[list[int]]) -
     engine = Engine(TARGET, draft_model(TARGET, TARGET) if itself else DRAFTERS["windows"], config)
     engine.token_buckets = {4: (8, 20)}
     engine.compile([("prefill", 16), ("plain", 4), ("round", 4, 8), ("round", 4, 20)])
-    curves = Curves({(4, t, s): 1e-3 + 1e-4 * t for t in (0, 8, 20) for s in (False, True)})
+    curves = Curves({(4, t, s): 1e-3 + 1e-5 * t for t in (0, 8, 20) for s in (False, True)})
     for policy in ("fixed:4", "scheduled"):
         server = Server(engine, policy, curves)
         texts = [server.submit(Request(tuple(prompt), NEW)) for prompt in PROMPTS]
