@@ -16,6 +16,7 @@ from dspark_jax.drafter_shape import AlgorithmName as AlgorithmName
 from dspark_jax.drafter_shape import DrafterConfig as DrafterConfig
 from dspark_jax.drafter_shape import Layout as Layout
 from dspark_jax.drafter_shape import MarkovHeadType as MarkovHeadType
+from dspark_jax.drafter_shape import plain_drafter as plain_drafter
 from dspark_jax.shapes import ConfigError as ConfigError
 from dspark_jax.shapes import Family as Family
 from dspark_jax.shapes import LayerShape as LayerShape
@@ -83,7 +84,9 @@ class DraftSettings:
     """The drafter of a training run; what is not named here is the target's own (see `drafter_config`).
 
     `algorithm` "eagle3" and "mtp" draft token by token: `block_size` of them with one layer, no mask token, no Markov
-    head. mtp taps no layer. `mask_token_id` is for the others: an id that no text contains.
+    head. mtp taps no layer. `mask_token_id` is for the others: an id that no text contains. "lm" is a decoder of
+    its own, fed nothing of the target but tokens: `num_layers` of the target's kind, or the language model that
+    `train.start_from` names.
 
     `target_layer_ids` empty picks `num_taps` layers by the paper's even spacing. `d_ff` 0 is the target's.
     `draft_vocab_size` > 0 drafts over that many ids, the most frequent of the training answers. `window` > 0 is the
@@ -256,6 +259,10 @@ class Config:
 
     def __post_init__(self) -> None:
         draft = self.draft
+        require(
+            draft.algorithm != "lm" or not (self.loss.base_until or self.loss.base_ce),
+            "loss base_until, base_ce: an lm drafter has no logits before a sequential head",
+        )
         if self.train.markov_init == "corpus":
             require(
                 draft.markov_rank > 0 and not draft.markov_tied and draft.markov_head_type != "domino",
@@ -283,8 +290,12 @@ def drafter_config(settings: DraftSettings, target: TargetConfig) -> DrafterConf
         f"draft mask_token_id = {settings.mask_token_id} ends a text: choose an id that no text contains",
     )
     ids = settings.target_layer_ids or evenly_spaced_layers(target.num_layers, settings.num_taps)
-    if settings.algorithm in ("eagle3", "mtp"):
+    if settings.algorithm in ("eagle3", "mtp", "lm"):
         settings, ids = _chain_settings(settings), () if settings.algorithm == "mtp" else ids
+    if settings.algorithm == "lm":
+        sizes = {"num_layers": settings.num_layers, "d_ff": settings.d_ff or target.d_ff, "layer_windows": ()}
+        whole = dataclasses.replace(target, **sizes)
+        return plain_drafter(whole, settings.block_size, settings.confidence_head)
     return DrafterConfig(
         vocab_size=target.vocab_size,
         d_model=target.d_model,
@@ -336,8 +347,9 @@ def _own_fields(settings: DraftSettings) -> dict[str, Any]:
 def _chain_settings(settings: DraftSettings) -> DraftSettings:
     """Settings as drafters that draft token by token have them. What they do not use may stand as it is by default or
     as they have it; raises ConfigError for anything else, by name."""
-    own = {"num_layers": 1, "layout": "anchor_first", "markov_rank": 0, "confidence_with_markov": False}
-    if settings.algorithm == "mtp":
+    own = {"layout": "anchor_first", "markov_rank": 0, "confidence_with_markov": False}
+    own |= {"draft_vocab_size": 0, "window": 0} if settings.algorithm == "lm" else {"num_layers": 1}
+    if settings.algorithm in ("mtp", "lm"):
         own |= {"num_taps": 0, "target_layer_ids": ()}
     for field, value in own.items():
         found = getattr(settings, field)

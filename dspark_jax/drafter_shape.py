@@ -3,9 +3,9 @@
 import dataclasses
 from typing import Literal, get_args
 
-from dspark_jax.shapes import RopeScaling, require
+from dspark_jax.shapes import RopeScaling, TargetConfig, require
 
-AlgorithmName = Literal["dspark", "dflash2", "eagle3", "mtp"]
+AlgorithmName = Literal["dspark", "dflash2", "eagle3", "mtp", "lm"]
 Layout = Literal["anchor_first", "fill_in"]
 MarkovHeadType = Literal["vanilla", "gated", "rnn", "ngram", "hashed_ngram", "gdn", "kda", "mamba2", "domino"]
 
@@ -53,6 +53,8 @@ class DrafterConfig:
     DFlash 2 has a convolution in every draft layer, whose coefficients are shared by `conv_group_size` channels, and a
     selector of rank `selector_rank` that chooses among the `selector_top_k` tokens that the backbone ranks highest.
     `selector_tied`: its two codebooks are projections of the target's embedding rather than tables of their own.
+
+    A plain draft model ("lm") is a whole decoder, `language_model`, whose sizes are repeated here (`plain_drafter`).
     """
 
     vocab_size: int
@@ -97,6 +99,7 @@ class DrafterConfig:
     qk_norm: bool = True
     norm_before_residual: bool = False
     own_head: bool = False
+    language_model: TargetConfig | None = None
 
     def __post_init__(self) -> None:
         names = get_args(AlgorithmName)
@@ -119,7 +122,7 @@ class DrafterConfig:
             f"drafter mask_token_id = {self.mask_token_id} is outside the embedding of {self.vocab_size} rows",
         )
         require(
-            len(self.target_layer_ids) > 0 or self.algorithm == "mtp",
+            len(self.target_layer_ids) > 0 or self.algorithm in ("mtp", "lm"),
             "drafter target_layer_ids is empty: name the layers to tap",
         )
         for layer in self.target_layer_ids:
@@ -154,11 +157,12 @@ class DrafterConfig:
         )
         _check_dflash2(self)
         _check_chain(self)
+        _check_language_model(self)
 
     @property
     def chain(self) -> bool:
-        """Whether each draft is fed the one before it, through a layer of the drafter's own."""
-        return self.algorithm in ("eagle3", "mtp")
+        """Whether each draft is fed the one before it, through layers of the drafter's own."""
+        return self.algorithm in ("eagle3", "mtp", "lm")
 
     @property
     def num_drafts(self) -> int:
@@ -235,9 +239,9 @@ def _check_dflash2(config: DrafterConfig) -> None:
 
 
 def _check_chain(config: DrafterConfig) -> None:
-    """Refuses what chain drafters have no use for, and their own settings elsewhere."""
+    """Refuses what EAGLE-3 and MTP have no use for, and their own settings elsewhere."""
     name = config.algorithm
-    if not config.chain:
+    if name not in ("eagle3", "mtp"):
         plain = config.qk_norm and not config.norm_before_residual and not config.own_head
         require(plain, f"drafter qk_norm, norm_before_residual, own_head: not settings of {name}")
         return
@@ -259,3 +263,43 @@ def _check_chain(config: DrafterConfig) -> None:
             not config.target_layer_ids,
             f"drafter target_layer_ids = {config.target_layer_ids}: mtp taps no layer, it reads the last hidden state",
         )
+
+
+_SHARED = (
+    "vocab_size", "d_model", "d_ff", "num_layers", "num_heads", "num_kv_heads", "head_dim", "rope_theta", "norm_eps",
+    "max_length",
+)  # fmt: skip
+
+
+def plain_drafter(language_model: TargetConfig, block_size: int, confidence_head: bool = False) -> DrafterConfig:
+    """The drafter that a whole decoder is: it taps nothing of its target, and so fits any target of its tokens."""
+    language_model = dataclasses.replace(language_model, name="")
+    return DrafterConfig(
+        **{field: getattr(language_model, field) for field in _SHARED},
+        target_layer_ids=(),
+        num_target_layers=0,
+        block_size=block_size,
+        mask_token_id=-1,
+        algorithm="lm",
+        confidence_head=confidence_head,
+        language_model=language_model,
+    )
+
+
+def _check_language_model(config: DrafterConfig) -> None:
+    """Refuses what a plain draft model has no use for, and a language model elsewhere."""
+    whole, name = config.language_model, config.algorithm
+    if name != "lm":
+        require(whole is None, f"drafter language_model: a drafter of algorithm {name!r} has none")
+        return
+    if whole is None:
+        require(False, "drafter language_model = None: a drafter of algorithm 'lm' is one")
+        return
+    own = {field: getattr(whole, field) for field in _SHARED} | {
+        "layout": "anchor_first", "mask_token_id": -1, "target_layer_ids": (), "num_target_layers": 0,
+        "markov_rank": 0, "draft_vocab_size": 0, "layer_windows": (), "layer_causal": (), "rope_scaling": None,
+        "embed_scale": 1.0, "logit_softcap": 0.0, "family": "qwen3",
+    }  # fmt: skip
+    for field, value in own.items():
+        found = getattr(config, field)
+        require(found == value, f"drafter {field} = {found!r}: this plain draft model has {value!r} and nothing else")

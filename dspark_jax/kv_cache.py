@@ -7,7 +7,8 @@ So speculation may write a whole block and commit only a part of it.
 `LayerCache` is dense, one row a sequence: calibration and `generate`. `PagedLayer` keeps the pages of all requests in
 one pool, for rounds that pack the tokens of many requests into one flat row: `serve`. `DocumentRows` are rows packed
 with several conversations: training. Models know only the three methods that all have: `append`, `attend`,
-`attend_block`. The caches of decoding also give back what was written, `read` and `read_block`.
+`attend_block`. The caches of decoding also give back what was written, `read` and `read_block`. `BlockRows` lets a
+whole decoder draft: it reads a cache and keeps the rows of the draft to itself.
 
 Keys lie transposed, [.., H, T]: both products of attention then read their cache in the order it is stored
 (twice as fast on a CPU, measured at 1 and 6 queries).
@@ -194,16 +195,18 @@ class DocumentRows(NamedTuple):
 
     def attend(self, q_BSNH: jax.Array, position_BS: jax.Array, rule: Rule = DEFAULT) -> jax.Array:
         """Each token over its own document, [B, S, N, H] float32; a piece of the row at a time, over the keys up to the
-        piece's end: no [S, S] array of scores exists, and most of what lies ahead of a token is never computed."""
+        piece's end: no [S, S] array of scores exists, and most of what lies ahead of a token is never computed. In a
+        backward pass scores are computed again, as those of `attend_block`."""
         length = q_BSNH.shape[1]
         piece = max(_QUERIES, -(-length // _PIECES))
+        attend = jax.checkpoint(functools.partial(causal_attention, rule=rule))
         out = []
         for begin in range(0, length, piece):
             end = min(begin + piece, length)
             own = (x[:, begin:end] for x in (q_BSNH, position_BS, self.start_BS))
             q_BQNH, position_BQ, start_BQ = own
             keys, values = self.k_BKHT[..., :end], self.v_BKTH[:, :, :end]
-            out.append(causal_attention(q_BQNH, keys, values, position_BQ, rule, start_BQ))
+            out.append(attend(q_BQNH, keys, values, position_BQ, start_BS=start_BQ))
         return jnp.concatenate(out, axis=1)
 
     def attend_block(
@@ -217,6 +220,45 @@ class DocumentRows(NamedTuple):
         attend = jax.checkpoint(functools.partial(block_attention, rule=rule))
         context, own = (self.k_BKHT, self.v_BKTH), (k_BAGKH, v_BAGKH)
         return attend(q_BAGNH, *context, *own, limit_BA, start_BA=self.block_start_BA, own_limit=own_limit)
+
+
+class BlockRows(NamedTuple):
+    """One layer's keys and values of R blocks that grow token by token behind what `committed` holds before `limit`. It
+    stands in for a cache where a decoder runs on one row a block; the committed cache hears nothing of it."""
+
+    committed: "LayerCache | PagedLayer"
+    limit_R1: jax.Array
+    k_R1GKH: jax.Array
+    v_R1GKH: jax.Array
+
+    @property
+    def rows(self) -> tuple[jax.Array, jax.Array]:
+        """The block's own keys and values."""
+        return self.k_R1GKH, self.v_R1GKH
+
+    def with_rows(self, k_R1GKH: jax.Array, v_R1GKH: jax.Array) -> "BlockRows":
+        return self._replace(k_R1GKH=k_R1GKH, v_R1GKH=v_R1GKH)
+
+    def append(self, k_R1KH: jax.Array, v_R1KH: jax.Array, position_R1: jax.Array) -> "BlockRows":
+        """The row of each block at a position from `limit` on."""
+        row_R, slot_R = jnp.arange(position_R1.shape[0]), (position_R1 - self.limit_R1)[:, 0]
+        k_R1GKH = self.k_R1GKH.at[row_R, 0, slot_R].set(k_R1KH[:, 0])
+        return self.with_rows(k_R1GKH, self.v_R1GKH.at[row_R, 0, slot_R].set(v_R1KH[:, 0]))
+
+    def attend(self, q_R1NH: jax.Array, position_R1: jax.Array, rule: Rule = DEFAULT) -> jax.Array:
+        """The newest row, the same slot in all blocks, over everything at or before it: [R, 1, N, H] float32."""
+        slot = (position_R1 - self.limit_R1)[0, 0]
+        if not rule.window:
+            out_R11NH = self.committed.attend_block(
+                q_R1NH[:, :, None], *self.rows, self.limit_R1, rule, own_limit=slot + 1
+            )
+            return out_R11NH[:, :, 0]
+        # A window begins at the row's own position, which attention takes from its place in a block: so a whole block
+        # of this row asks, and the one in its place is heard.
+        shape = (*q_R1NH.shape[:2], self.k_R1GKH.shape[2], *q_R1NH.shape[2:])
+        q_R1GNH, rule = jnp.broadcast_to(q_R1NH[:, :, None], shape), rule._replace(causal_block=True)
+        out_R1GNH = self.committed.attend_block(q_R1GNH, *self.rows, self.limit_R1, rule)
+        return jax.lax.dynamic_index_in_dim(out_R1GNH, slot, axis=2, keepdims=False)
 
 
 Cache = LayerCache | PagedLayer | DocumentRows
@@ -245,6 +287,14 @@ def empty_rows(start_BS: jax.Array, weight_dtype: jnp.dtype) -> DocumentRows:
     """Rows whose keys and values `append` will bring, for weights of a dtype."""
     nothing = jnp.zeros((0, 0, 0, 0), compute_dtype(weight_dtype))
     return DocumentRows(start_BS, nothing, nothing)
+
+
+def empty_block(
+    committed: LayerCache | PagedLayer, limit_R1: jax.Array, num_rows: int, num_kv_heads: int, head_dim: int
+) -> BlockRows:
+    """Blocks without a row yet, with room for `num_rows` each, at positions from `limit` on."""
+    nothing = jnp.zeros((limit_R1.shape[0], 1, num_rows, num_kv_heads, head_dim))
+    return BlockRows(committed, limit_R1, nothing, nothing)
 
 
 def from_rows(k_BSKH: jax.Array, v_BSKH: jax.Array, dtype: jnp.dtype) -> LayerCache:

@@ -59,7 +59,7 @@ class Args:
     target: str = EMBEDDED
     """safetensors directory, .gguf file, or smollm2-135m."""
     drafter: Path | None = None
-    """Folder of a drafter; without it the one shipped for smollm2-135m."""
+    """Folder of a drafter, or a language model of the target's tokens; without it the one shipped for smollm2-135m."""
     prompts: Path | None = None
     """JSONL, {"turns": ["text"]} a line; without it built-in prompts of three domains."""
     json: Path | None = None

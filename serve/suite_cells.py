@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax import Drafter, Generation, Round, SamplingParams, Target, generate
+from dspark_jax.weights.locate import EMBEDDED, embedded_file
 from serve import curves as curves_lib
 from serve import law, load, profile, sweep
 from serve.calibrate import interleave
@@ -39,8 +40,9 @@ class Contender:
     @functools.cached_property
     def fingerprint(self) -> str:
         digest = hashlib.sha256()
-        for file in sorted(self.path.iterdir()):
-            if file.suffix in (".json", ".safetensors", ".bin"):
+        path = embedded_file() if str(self.path) == EMBEDDED else self.path
+        for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+            if file.suffix in (".json", ".safetensors", ".bin", ".gguf"):
                 digest.update(file.name.encode() + hashlib.sha256(file.read_bytes()).digest())
         return digest.hexdigest()[:16]
 

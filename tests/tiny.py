@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dspark_jax.config import DrafterConfig, TargetConfig
+from dspark_jax.config import DrafterConfig, TargetConfig, plain_drafter
 from dspark_jax.drafters import Drafter
 from dspark_jax.drafters.base import BlockFeatures, Committed, Frozen
 from dspark_jax.drafters.drafter import frozen_parts
@@ -132,6 +132,15 @@ def good_chain(target: Target, algorithm: str) -> Drafter:
         layer["o"] = jnp.repeat(value, group, axis=0).transpose(2, 0, 1) / group
     backbone |= {"embed_norm": ones, "hidden_norm": ones * 0, "norm": target.params["final_norm"], "layers_0": layer}
     return dataclasses.replace(drafter, params=drafter.params | {"backbone": backbone})
+
+
+def draft_model(target: Target, model: Target, confidence_head: bool = False) -> Drafter:
+    """`model` as the plain draft model of `target`, four drafts a block."""
+    config = plain_drafter(model.config, 4, confidence_head)
+    params = {"backbone": model.params}
+    if confidence_head:
+        params["confidence_head"] = fill({"weight": jnp.zeros(config.d_model), "bias": jnp.zeros(())}, 5)
+    return Drafter(config, params, frozen_parts(target.params, None))
 
 
 DFLASH2: dict[str, Any] = {

@@ -9,13 +9,24 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dspark_jax import load_target, sharding
-from dspark_jax.config import Config, ConfigError, DrafterConfig, TrainSettings, drafter_config, require
+from dspark_jax.config import (
+    Config,
+    ConfigError,
+    DrafterConfig,
+    DraftSettings,
+    TargetConfig,
+    TrainSettings,
+    drafter_config,
+    plain_drafter,
+    require,
+)
 from dspark_jax.drafters import Drafter
 from dspark_jax.drafters.base import Frozen
 from dspark_jax.drafters.drafter import Params, frozen_parts, servable
 from dspark_jax.target import Target, cast_params
 from dspark_jax.verify import inverse_map
 from dspark_jax.weights.drafter_files import check_writable, native_format, read_drafter
+from dspark_jax.weights.locate import read_target
 from train import data, hosts
 from train.bigrams import bigram_factors
 from train.conversations import Conversations, Record, load_conversations
@@ -121,7 +132,7 @@ def build(config: Config, draft_vocabulary: list[int] | None) -> Run:
         raise ConfigError(
             f"data max_length = {config.data.max_length} exceeds the target's context of {shape.max_length} tokens"
         )
-    drafter = drafter_config(config.draft, shape)
+    drafter = _drafter(config, shape)
     check_writable(native_format(drafter), drafter)
     conversations = load_conversations(config.data, target.tokenizer, shape.vocab_size, hosts.tokenising())
     train, held_out = data.split(conversations.records, config.data.validation_fraction)
@@ -168,6 +179,19 @@ def build(config: Config, draft_vocabulary: list[int] | None) -> Run:
     )
 
 
+def _drafter(config: Config, target: TargetConfig) -> DrafterConfig:
+    """The drafter of a run. A language model that training starts from has a shape of its own, not the target's."""
+    drafter, path = drafter_config(config.draft, target), config.train.start_from
+    if drafter.algorithm != "lm" or not path:
+        return drafter
+    whole = read_target(path, only=())[0]
+    for field in ("num_layers", "d_ff"):
+        value, own = getattr(config.draft, field), getattr(whole, field)
+        usual = value in (own, getattr(DraftSettings, field))
+        require(usual, f"draft {field} = {value}: train start_from = {path} has {own}; leave it out")
+    return plain_drafter(whole, config.draft.block_size, config.draft.confidence_head)
+
+
 def _target(config: Config, mesh: Mesh) -> Target:
     """The target in host memory where it will be split over devices, since one device may not hold it."""
     place = contextlib.nullcontext()
@@ -209,6 +233,8 @@ def _start(settings: TrainSettings, drafter: DrafterConfig, target: Target) -> t
         for size in (config.draft_vocab_size, drafter.draft_vocab_size):
             require(size > 0, f"train recount_vocabulary: {path} and the run both need a reduced draft vocabulary")
         config = dataclasses.replace(config, draft_vocab_size=drafter.draft_vocab_size)
+    if config.algorithm == drafter.algorithm == "lm":
+        config = dataclasses.replace(config, block_size=drafter.block_size)  # it may draft any number
     if config != drafter:
         differing = [f.name for f in dataclasses.fields(config) if getattr(config, f.name) != getattr(drafter, f.name)]
         raise ConfigError(f"train start_from = {path}: its {', '.join(differing)} differ from the run's draft settings")

@@ -17,12 +17,12 @@ import jax.numpy as jnp
 
 from dspark_jax import kv_cache, layers
 from dspark_jax.config import DrafterConfig
-from dspark_jax.drafters import base
+from dspark_jax.drafters import base, stepwise
 from dspark_jax.drafters.base import BlockFeatures, Committed, Frozen, Params, Proposal
 from dspark_jax.drafters.chain_layer import KeyValue
 from dspark_jax.drafters.chain_model import Block, ChainModel
 from dspark_jax.kv_cache import DocumentRows
-from dspark_jax.sampling import BlockSample, SamplingRows, draw
+from dspark_jax.sampling import SamplingRows
 
 _NOWHERE = 1 << 30  # a position beyond every cache: what is written there is dropped
 
@@ -103,30 +103,22 @@ def propose(
     shortlist: int = 0,
 ) -> Proposal:
     """See `Algorithm`: G steps, each fed what the one before it drew. A shortlist holds a step's own best."""
-    before_R1, d2t_V = jnp.maximum(anchor_R - 1, 0)[:, None], frozen.draft_to_target_V
+    before_R1 = jnp.maximum(anchor_R - 1, 0)[:, None]
     block, row_R1 = _first_block(config, _join(config, caches[1].read_block(before_R1)), anchor_R[:, None])
 
-    def step(carry: tuple[Block, jax.Array], xs: tuple[jax.Array, jax.Array]) -> tuple[Any, Any]:
-        (block, token_R), (slot, keys_R) = carry, xs
+    def step(block: Block, token_R: jax.Array, slot: jax.Array) -> tuple[Block, jax.Array]:
         embedded_R11D = _embed(config, frozen, token_R[:, None, None])
         block, hidden_R11D = _apply(config, params, block, embedded_R11D, slot, row_R1, caches[0], method="step")
-        hidden_RD = hidden_R11D[:, 0, 0]
-        logits_RV, support_RK = draft_logits(config, params, frozen, hidden_RD, None), None
-        if 0 < shortlist < config.head_rows:
-            logits_RV, ids_RK = jax.lax.top_k(logits_RV, shortlist)
-            support_RK = ids_RK if d2t_V is None else d2t_V[ids_RK]
-        drawn, confidence_R = draw(logits_RV, keys_R, rows, d2t_V, greedy, support_RK), None
-        if config.confidence_head:
-            # The hidden state has seen the token before this slot and not its own, so it may gate its verification.
-            confidence_R = _apply(config, params, hidden_RD, method="confidence")
-        return (block, drawn.token_R), (*drawn, support_RK, confidence_R)
+        return block, hidden_R11D[:, 0, 0]
 
-    slots = jnp.arange(config.num_drafts), keys_RG.swapaxes(0, 1)
     # Unrolled for serving on a CPU, as in `sample_block`: the table here is the target's whole embedding.
     unroll = config.num_drafts if shortlist and kv_cache.platform() == "cpu" else 1
-    _, drawn = jax.lax.scan(step, (block, jnp.asarray(first_R, jnp.int32)), slots, unroll=unroll)
-    *sample, confidence_RG = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), drawn)
-    return Proposal(BlockSample(*sample), confidence_RG)
+    return stepwise.propose(
+        config, frozen, step, block,
+        lambda hidden_RD: draft_logits(config, params, frozen, hidden_RD, None),
+        lambda hidden_RD: _apply(config, params, hidden_RD, method="confidence"),
+        first_R, keys_RG, rows, greedy, shortlist, unroll,
+    )  # fmt: skip
 
 
 class ChainRows(NamedTuple):

@@ -33,12 +33,14 @@ class Drafter:
 
         tokens [B, S] ids; taps [B, S, M, D] raw target features of `config.target_layer_ids`; anchors [B, A]
         positions. Where `keep` is False a block is a filler: it is computed at position 0 and means nothing. `hidden`
-        [B, S, D], the target's hidden states after its final norm, is read by MTP only.
+        [B, S, D], the target's hidden states after its final norm, is read by MTP only. A plain draft model has taps of
+        no layer, [B, S, 0, D], and looks at neither.
         """
         anchors_BA = jnp.asarray(anchors_BA, jnp.int32)
         if keep_BA is not None:
             anchors_BA = jnp.where(jnp.asarray(keep_BA, bool), anchors_BA, 0)
-        wanted = (len(self.config.target_layer_ids), self.config.d_model)
+        plain = self.config.algorithm == "lm"  # whose width is its own
+        wanted = (len(self.config.target_layer_ids), taps_BSMD.shape[-1] if plain else self.config.d_model)
         if taps_BSMD.ndim != 4 or taps_BSMD.shape[2:] != wanted:
             raise ConfigError(f"target features have shape {taps_BSMD.shape}: expected [batch, sequence, {wanted}]")
         if hidden_BSD is None and self.config.algorithm == "mtp":
@@ -63,26 +65,32 @@ def servable(config: DrafterConfig, params: Params, frozen: Frozen) -> Drafter:
     return Drafter(*registry.fold(config, params, frozen), frozen)
 
 
-def load_drafter(path: str | Path, target: Target, dtype: str = "float32", self_test: bool = False) -> Drafter:
+def load_drafter(
+    path: str | Path, target: Target, dtype: str = "float32", self_test: bool = False, block_size: int = 0
+) -> Drafter:
     """Loads a drafter checkpoint for `target`: a folder in one of the public formats (DeepSpec, z-lab, SpecForge,
     speculators) or in ours for MTP, or a Hugging Face Hub id, `org/name` or `org/name@revision`. `dtype` is the compute
     dtype of its matrices. What the checkpoint was taken for is said in one line on stderr.
+
+    A language model with the target's tokens, wherever `load_target` finds one, is taken for a plain draft model. It
+    drafts `block_size` tokens a block; 0: as many as it was trained for here, else 4. Other drafters bring their own.
 
     The embedding and the head are the target's: copies in the checkpoint are compared with them, then dropped. A tied
     Markov table is multiplied out (`dspark.untied`).
     `self_test` lets the target write a few lines, to see whether the drafter is served as it was trained, and issues
     a DrafterWarning that names the likely cause where it is not; it needs the target's tokenizer, and costs the
     compilation of a few small programs, which is why a server asks for it and a test does not.
-    Raises ConfigError naming the key or tensor that is missing, unused, misshapen or made for another target.
+    Raises ConfigError naming the key or tensor that is missing, unused, misshapen or made for another target, and
+    where a draft model's tokens are not the target's.
     """
     from dspark_jax.weights import selftest
-    from dspark_jax.weights.drafter_files import check_copies, open_drafter
+    from dspark_jax.weights.drafter_files import check_fits, open_drafter
 
     if dtype not in ("float32", "bfloat16"):
         raise ConfigError(f"dtype = {dtype!r}: expected 'float32' or 'bfloat16'")
-    checkpoint = open_drafter(path, target.config)
+    checkpoint = open_drafter(path, target.config, block_size, dtype)
     print(f"drafter {path}: {checkpoint.summary}", file=sys.stderr)
-    check_copies(checkpoint, target.params)
+    check_fits(checkpoint, target)
     frozen = frozen_parts(target.params, checkpoint.draft_to_target)
     params = target_lib.cast_params(checkpoint.params, dtype)
     drafter = servable(checkpoint.config, params, frozen)

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 
 from dspark_jax import kv_cache
 from dspark_jax.config import DrafterConfig
-from dspark_jax.drafters import chain, dflash2, dspark
+from dspark_jax.drafters import chain, dflash2, dspark, lm
 from dspark_jax.drafters.base import Algorithm, BlockFeatures, Committed, DraftOutput, Fold, Frozen, LabelScores, Params
 from dspark_jax.kv_cache import LayerCache
 
-_ALGORITHMS: dict[str, Algorithm] = {"dspark": dspark, "dflash2": dflash2, "eagle3": chain, "mtp": chain}
+_ALGORITHMS: dict[str, Algorithm] = {"dspark": dspark, "dflash2": dflash2, "eagle3": chain, "mtp": chain, "lm": lm}
 # What only some of them have; see each type for what stands in for it elsewhere.
 _LABEL_SCORES: dict[str, LabelScores] = {"dflash2": dflash2.label_scores}
 _FOLD: dict[str, Fold] = {"dspark": dspark.untied, "dflash2": dflash2.fold}

@@ -17,6 +17,7 @@ from dspark_jax.weights import (
     deepspec_eagle3,
     deepspec_gemma,
     hub,
+    language_model,
     mtp,
     specforge,
     specforge_eagle3,
@@ -37,8 +38,11 @@ from dspark_jax.weights.drafter_format import (
     their_shape,
 )
 from dspark_jax.weights.safetensor_files import TensorFiles, read_json
+from dspark_jax.weights.tokenizer import ChatTokenizer
 
-_MODULES = (deepspec, deepspec_eagle3, zlab, specforge, specforge_eagle3, speculators, speculators_eagle3, mtp)
+_MODULES = (
+    deepspec, deepspec_eagle3, zlab, specforge, specforge_eagle3, speculators, speculators_eagle3, mtp, language_model,
+)  # fmt: skip
 FORMATS = {(form.name, form.algorithm): form for form in (*(one.FORMAT for one in _MODULES), zlab.FORMAT_2)}
 _BY_ARCHITECTURE = {
     deepspec.ARCHITECTURE: deepspec.FORMAT,
@@ -62,7 +66,7 @@ _ROUNDING: dict[str, float] = {"rtol": 2**-7, "atol": 1e-5}
 class DrafterCheckpoint:
     """A drafter as it lies in its files. `params` keep their stored dtype; `draft_to_target` is the target id of every
     draft id (None: all of them); `copies` are its copies of the target's embedding and head; `notes` what the
-    file says of how the drafter came about."""
+    file says of how the drafter came about. A plain draft model may bring a `tokenizer`."""
 
     where: Path
     form: Format
@@ -71,11 +75,15 @@ class DrafterCheckpoint:
     draft_to_target: np.ndarray | None
     copies: dict[str, np.ndarray]
     notes: dict[str, Any]
+    tokenizer: ChatTokenizer | None = None
 
     @property
     def summary(self) -> str:
         """One line: what it was taken for."""
         c = self.config
+        if c.language_model:
+            whole = f"{c.language_model.family}, {c.num_layers} layers of width {c.d_model}"
+            return f"a language model ({whole}) as a plain draft model, {c.num_drafts} drafts a block"
         block = "DSpark" if c.markov_rank or c.confidence_head else "DFlash"
         kind = {"dflash2": "DFlash 2", "eagle3": "EAGLE-3", "mtp": "MTP"}.get(c.algorithm, block)
         taps = ", ".join(map(str, c.target_layer_ids))
@@ -105,13 +113,25 @@ def recognise(raw: dict[str, Any], where: object) -> Format:
     raise ConfigError(f"{where}: {found} is no drafter known here; known: {known}")
 
 
-def open_drafter(path: str | Path, target: TargetConfig | None = None) -> DrafterCheckpoint:
-    """Reads a drafter checkpoint: a folder, or a Hub id (`org/name` or `org/name@revision`).
+def open_drafter(
+    path: str | Path, target: TargetConfig | None = None, block_size: int = 0, dtype: str = "float32"
+) -> DrafterCheckpoint:
+    """Reads a drafter checkpoint: a folder, or a Hub id (`org/name` or `org/name@revision`). A language model, in any
+    form in which a target is read, is a plain draft model: it alone has no block size of its own, so `block_size` may
+    say it (0: see `language_model`), and is read in `dtype`.
 
     With `target` it must fit that target. Raises ConfigError naming the file, key or tensor that is missing, unknown,
     misshapen or made for another target, its value and what was expected.
     """
     directory = hub.fetch(path) if hub.is_hub_id(path) else Path(path)
+    if language_model.is_language_model(directory):
+        whole = language_model.read_language_model(directory, block_size, dtype)
+        config, params, tokenizer, notes = whole
+        if target is not None:
+            language_model.check_tokens(directory, config, None, target, None)
+        return DrafterCheckpoint(directory, language_model.FORMAT, config, params, None, {}, notes, tokenizer)
+    if block_size:
+        raise ConfigError(f"{directory}: block_size = {block_size}: only a plain draft model leaves that open")
     if not directory.is_dir():
         raise ConfigError(f"{directory}: no such drafter directory")
     where = directory / "config.json"
@@ -119,6 +139,7 @@ def open_drafter(path: str | Path, target: TargetConfig | None = None) -> Drafte
         raise ConfigError(f"{directory}: config.json is missing, so this is no drafter checkpoint")
     raw = read_json(where)
     form = recognise(raw, where)
+    assert form.normalise is not None
     config = form.normalise(Keys(raw, where), target)
     if target is not None:
         _check_target(config, target, where)
@@ -141,9 +162,17 @@ def open_drafter(path: str | Path, target: TargetConfig | None = None) -> Drafte
 def read_drafter(path: str | Path, target: Any) -> tuple[DrafterConfig, dict[str, Any], np.ndarray | None]:
     """The drafter at `path` for a loaded `target`: config, float32 parameters, target ids of the draft vocabulary."""
     checkpoint = open_drafter(path, target.config)
-    check_copies(checkpoint, target.params)
+    check_fits(checkpoint, target)
     params = jax.tree.map(lambda leaf: leaf.astype(np.float32), checkpoint.params)
     return checkpoint.config, params, checkpoint.draft_to_target
+
+
+def check_fits(checkpoint: DrafterCheckpoint, target: Any) -> None:
+    """Raises ConfigError where what a checkpoint brings of its own is not this loaded target's: copies, tokens."""
+    check_copies(checkpoint, target.params)
+    if checkpoint.config.algorithm == "lm":
+        tokenizers = checkpoint.tokenizer, target.config, target.tokenizer
+        language_model.check_tokens(checkpoint.where, checkpoint.config, *tokenizers)
 
 
 def check_copies(checkpoint: DrafterCheckpoint, target_params: dict[str, Any]) -> None:
@@ -182,21 +211,18 @@ def write_drafter(
     Both files are written beside the directory first and then moved into it. Raises ConfigError for a format that is
     not written here, or that cannot hold this drafter.
     """
+    check_writable(format_name, config)
     form, describe = _writer(format_name, config)
     number = None if dtype is None else np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
-    tensors: dict[str, np.ndarray] = {}
-    for name, entry in name_table(form.table, config).items():
-        leaf = np.asarray(_leaf(params, entry.path))
-        shape = their_shape(entry, leaf.shape)
-        leaf = leaf if entry.index is None else leaf[entry.index]
-        tensors[name] = np.ascontiguousarray(leaf.astype(number or leaf.dtype, copy=False).reshape(shape))
+    leaves = form.cut(config, params) if form.cut else _by_table(form, config, params)
+    tensors = {name: leaf.astype(number or leaf.dtype, copy=False) for name, leaf in leaves.items()}
+    stored = str(number or next(leaf for leaf in leaves.values() if leaf.ndim > 1).dtype)
     if draft_to_target is not None:
         ids = np.asarray(draft_to_target, np.int64)
         tensors["d2t"] = ids - np.arange(len(ids))
         tensors["t2d"] = np.isin(np.arange(config.vocab_size), ids)
-    stored = str(number or np.asarray(_leaf(params, "backbone/fc")).dtype)
     raw = describe(config, Description(stored, notes))
-    tensors |= {name: np.ascontiguousarray(copy) for name, copy in (copies or {}).items()}
+    tensors = {name: np.ascontiguousarray(tensor) for name, tensor in (tensors | (copies or {})).items()}
     directory = Path(directory)
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory.parent) as scratch:
@@ -207,10 +233,20 @@ def write_drafter(
             (Path(scratch) / name).replace(directory / name)
 
 
+def _by_table(form: Format, config: DrafterConfig, params: dict[str, Any]) -> dict[str, np.ndarray]:
+    """The tensors of a drafter by the names that the format's table gives them."""
+    tensors = {}
+    for name, entry in name_table(form.table, config).items():
+        leaf = np.asarray(_leaf(params, entry.path))
+        shape = their_shape(entry, leaf.shape)
+        tensors[name] = (leaf if entry.index is None else leaf[entry.index]).reshape(shape)
+    return tensors
+
+
 def native_format(config: DrafterConfig) -> str:
     """The format in which a training run writes its drafter: DeepSpec's where it can say what the drafter is."""
-    if config.algorithm in ("dflash2", "mtp"):
-        return {"dflash2": zlab.FORMAT_2, "mtp": mtp.FORMAT}[config.algorithm].name
+    if config.algorithm in ("dflash2", "mtp", "lm"):
+        return {"dflash2": zlab.FORMAT_2, "mtp": mtp.FORMAT, "lm": language_model.FORMAT}[config.algorithm].name
     return deepspec.FORMAT.name if config.layout == "anchor_first" else speculators.FORMAT.name
 
 

@@ -110,16 +110,18 @@ class Description(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """`normalise` turns their config.json into ours; it may be told the target. `describe` is the way back, and
-    raises ConfigError for what the format cannot say; None where the format is only read. A format with several
-    kinds of drafters has one entry, under the same name, for each `algorithm`."""
+    """`normalise` turns their config.json into ours; it may be told the target; None: files are read as a target's.
+    `describe` is the way back, and raises ConfigError for what the format cannot say; None where the format is only
+    read. A format with several kinds of drafters has one entry, under the same name, for each `algorithm`. `cut` gives
+    the tensors to write where no table can."""
 
     name: str
     title: str
     table: Mapping[str, Entry]
-    normalise: Callable[[Keys, TargetConfig | None], DrafterConfig]
+    normalise: Callable[[Keys, TargetConfig | None], DrafterConfig] | None
     describe: Callable[[DrafterConfig, Description], dict[str, Any]] | None = None
     algorithm: AlgorithmName = "dspark"
+    cut: Callable[[DrafterConfig, dict[str, Any]], dict[str, np.ndarray]] | None = None
 
 
 @functools.cache

@@ -36,9 +36,11 @@ _GEMMA_LAYER = _LAYER | {
     "post_mlp_norm": "model.layers.{}.post_feedforward_layernorm.weight",
     "layer_scalar": "model.layers.{}.layer_scalar",
 }
+# The confidence head of a draft model that was trained here (see language_model.py): no part of the language model.
+CONFIDENCE = "confidence_head.proj."
 # Where the text model lies in a checkpoint that also sees and hears, and what else is in there.
 _TEXT_PREFIXES = ("model.language_model.", "language_model.model.")
-_OTHER_SENSES = ("vision", "audio", "multi_modal_projector", "embed_vision", "embed_audio")
+_OTHER_PARTS = ("vision", "audio", "multi_modal_projector", "embed_vision", "embed_audio", CONFIDENCE)
 
 
 def read_hf(
@@ -54,8 +56,7 @@ def read_hf(
     files = TensorFiles(directory)
     stored = {_plain_name(name): name for name in files.shapes}
     stored.pop(None, None)
-    layer = _GEMMA_LAYER if config.gemma else _LAYER
-    names = {part: file_name(part, _OUTER, layer) for part in part_shapes(config)}
+    names = hf_names(config)
 
     def read(part: str, index: Index = ()) -> np.ndarray:
         tensor = files.weight(stored[names[part]], index)
@@ -75,13 +76,19 @@ def read_hf(
     return config, build_params(config, read, placement, only), _tokenizer(directory)
 
 
+def hf_names(config: TargetConfig) -> dict[str, str]:
+    """The tensor name of every part of `part_shapes`."""
+    layer = _GEMMA_LAYER if config.gemma else _LAYER
+    return {part: file_name(part, _OUTER, layer) for part in part_shapes(config)}
+
+
 def _plain_name(name: str) -> str | None:
-    """A tensor's name as in a text-only checkpoint; None where it belongs to another sense."""
+    """A tensor's name as in a text-only checkpoint; None where it belongs to another sense, or to a drafter's head."""
     for prefix in _TEXT_PREFIXES:
         if name.startswith(prefix):
             return "model." + name.removeprefix(prefix)
     bare = name.removeprefix("model.")
-    return None if bare.startswith(_OTHER_SENSES) else name.removeprefix("language_model.")
+    return None if bare.startswith(_OTHER_PARTS) else name.removeprefix("language_model.")
 
 
 def _tokenizer(directory: Path) -> ChatTokenizer | None:

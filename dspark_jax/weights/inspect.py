@@ -2,7 +2,8 @@
 
     python -m dspark_jax.weights.inspect PATH [--target TARGET]
 
-PATH is a drafter's folder in any format that is read here, a training run's folder, or a Hub id.
+PATH is a drafter's folder in any format that is read here, a training run's folder, or a Hub id; or a language model,
+which can be a plain draft model.
 """
 
 import dataclasses
@@ -48,6 +49,9 @@ def rows(checkpoint: DrafterCheckpoint) -> Iterator[tuple[str, str]]:
     """Lines of the table: name and value."""
     c, told = checkpoint.config, trained_on(checkpoint)
     leaves = jax.tree.leaves(checkpoint.params)
+    if c.language_model:
+        yield from _draft_model(checkpoint, sum(leaf.size for leaf in leaves))
+        return
     rows_are = "every row is a draft" if c.layout == "anchor_first" else "the anchor's row is none"
     yield "format", checkpoint.form.title
     yield "layout", f"{c.layout}: {c.block_size} rows, {c.num_drafts} drafts a block ({rows_are})"
@@ -79,6 +83,23 @@ def rows(checkpoint: DrafterCheckpoint) -> Iterator[tuple[str, str]]:
     fits = f"any target of width {c.d_model}, {c.vocab_size:,} ids and {c.num_target_layers} layers"
     yield "can be served on", f"{told['target']}; in shape, {fits}" if told.get("target") else f"in shape, {fits}"
     yield "can be written as", ", ".join(name for name in writable(c.algorithm) if _writable(name, c))
+
+
+def _draft_model(checkpoint: DrafterCheckpoint, size: int) -> Iterator[tuple[str, str]]:
+    """The lines of a language model that may draft."""
+    c, whole = checkpoint.config, checkpoint.config.language_model
+    assert whole is not None
+    yield "what", "a language model: it can be the plain draft model of a target with the same tokens"
+    yield "drafts", f"{c.num_drafts} a block, unless load_drafter is told otherwise"
+    yield "parameters", f"{size:,}"
+    heads = f"{c.num_heads} heads, {c.num_kv_heads} key/value heads, head size {c.head_dim}"
+    yield "layers", f"{c.num_layers} of {whole.family}: width {c.d_model}, MLP {c.d_ff}, {heads}"
+    yield "head", "its embedding" if whole.tied_head else "its own"
+    yield "confidence head", "yes, from the hidden state" if c.confidence_head else "none"
+    tokens = "with its tokenizer" if checkpoint.tokenizer else "without a tokenizer"
+    yield "vocabulary", f"{c.vocab_size:,} ids, {tokens}; a text ends with {', '.join(map(str, whole.eos_token_ids))}"
+    yield "rope, norm, context", f"theta {c.rope_theta:g}, epsilon {c.norm_eps:g}, {c.max_length} positions"
+    yield "can be served on", f"any target with these {c.vocab_size:,} tokens"
 
 
 def _writable(format_name: str, config: DrafterConfig) -> bool:

@@ -120,7 +120,10 @@ def self_test(target: Target, drafter: Any, prompts: Sequence[Sequence[int]], ne
 def _changes(
     c: DrafterConfig, target: TargetConfig, tapped: tuple[int, ...]
 ) -> Iterator[tuple[str, DrafterConfig, tuple[int, ...], bool]]:
-    """Names of the suspected faults with the config, layer ids and norm of the last tap that would undo each."""
+    """Names of the suspected faults with the config, layer ids and norm of the last tap that would undo each. A plain
+    draft model reads nothing of the target that could be amiss."""
+    if c.language_model:
+        return
     ids = c.target_layer_ids
     if c.block_size > 1 and not c.chain:
         other = "fill_in" if c.layout == "anchor_first" else "anchor_first"
