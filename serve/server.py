@@ -116,7 +116,7 @@ class Server:
         """Dispatches a chunk of a prompt and a round, if there is any, then reads all but the newest."""
         start = self.clock()
         waited = self.totals.waiting
-        newest = self._under_way[-1].output.next_R if self._under_way else None
+        newest: Any = self._under_way[-1].output.next_R if self._under_way else None
         self.scheduler.admit()
         prefilled = self._prefill()
         decoded = self._decode()
