@@ -169,7 +169,9 @@ def show(proof: Proof, config: Config, topology: str, console: Console) -> None:
     if proof.margin >= 0:
         console.print(f"fits, with {proof.margin:.0%} of the memory to spare")
     else:
-        console.print(f"does not fit: {-proof.margin:.0%} too much; raise accumulation_steps or mesh fsdp")
+        console.print(
+            f"does not fit: {-proof.margin:.0%} too much; raise accumulation_steps or mesh fsdp, or lower blocks_per_chunk"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
