@@ -71,7 +71,7 @@ def engines(target: Target, drafter: Drafter, path: Path, longest: int, tokens: 
     positions = longest + tokens + drafter.config.num_drafts + 1
     config = EngineConfig(
         max_requests=max(REQUESTS), request_sizes=REQUESTS, max_context=-(-positions // 128) * 128,
-        prefill_lengths=(64,),
+        prefill_lengths=(128,),
     )  # fmt: skip
     temperatures = read_temperatures(path, drafter.config.num_drafts)
     return Engine(target, None, config), Engine(target, drafter, config, temperatures)

@@ -5,6 +5,8 @@ from typing import Any, Literal
 
 from dspark_jax.config import ConfigError
 
+_FEWEST = 4
+
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
@@ -68,10 +70,11 @@ def request_buckets(max_requests: int, growth: int = 2) -> tuple[int, ...]:
 def token_buckets(requests: int, num_drafts: int, growth: int = 2) -> tuple[int, ...]:
     """Packed sizes of a drafting round of up to R requests: powers of `growth` above R up to R * (G + 1).
 
-    CPU and TPU dots alike cost a step at these sizes, so the edges are where capacity naturally lies.
+    CPU and TPU dots alike cost a step at these sizes, so the edges are where capacity naturally lies. Fewer than four
+    places cost what four do.
     """
     most = requests * (num_drafts + 1)
-    return (*_powers(growth, requests, most), most)
+    return (*_powers(growth, max(requests, _FEWEST - 1), most), most)
 
 
 def _powers(growth: int, above: int, below: int) -> list[int]:

@@ -169,9 +169,8 @@ def show(proof: Proof, config: Config, topology: str, console: Console) -> None:
     if proof.margin >= 0:
         console.print(f"fits, with {proof.margin:.0%} of the memory to spare")
     else:
-        console.print(
-            f"does not fit: {-proof.margin:.0%} too much; raise accumulation_steps or mesh fsdp, or lower blocks_per_chunk"
-        )
+        cure = "raise accumulation_steps or mesh fsdp, or lower blocks_per_chunk"
+        console.print(f"does not fit: {-proof.margin:.0%} too much; {cure}")
 
 
 @dataclasses.dataclass(frozen=True)
