@@ -10,7 +10,7 @@ from serve import curves as curves_lib
 from serve.calibration import read_temperatures, write_temperatures
 from serve.curves import Curves, make_curves
 from serve.monitor import DriftMonitor
-from serve.policy import PROBE_EVERY, Policy, parse
+from serve.policy import FIRST_PROBES, PROBE_EVERY, Policy, parse
 
 G = 4
 BUCKETS = {1: (2, 4, 5), 4: (8, 16, 20)}
@@ -79,6 +79,12 @@ def test_a_probe_has_the_length_that_would_pay_most():
     )
     tokens = {p.choose([0], 1, free_drafts, False).tokens for _ in range(PROBE_EVERY)}
     assert tokens == {0, BUCKETS[1][-1]}
+
+
+def test_plain_rounds_are_timed_now_and_then_where_drafts_pay():
+    p = policy("scheduled")
+    tokens = [p.choose([0], 1, linear(0.0), False).tokens for _ in range(2 * PROBE_EVERY)]
+    assert [i + 1 for i, t in enumerate(tokens) if not t] == [*FIRST_PROBES, PROBE_EVERY, 2 * PROBE_EVERY]
 
 
 def test_one_unsure_round_does_not_end_drafting():
