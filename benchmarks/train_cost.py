@@ -172,7 +172,7 @@ def measure(args: Args, parts: list[Part], anchors: int, length: int) -> dict[st
 
 
 def _work(program: Any, *arguments: Any) -> float:
-    from train.compile import flops
+    from dspark_jax.slices import flops
 
     return flops(program.trace(*arguments).jaxpr.jaxpr)
 
