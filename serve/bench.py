@@ -107,7 +107,7 @@ def run(
                 chosen = ids[: settings.single if requests == 1 else settings.limit]
                 where = f"{report.requests_text(requests)}, temperature {temperature:g}, {domain}"
                 tell = _teller(on_step, where)
-                policies = compared(settings.policy, drafting.num_drafts, temperature)
+                policies = compared(settings.policy, drafting.num_drafts, requests, temperature)
                 cell = bench.cell(domain, chosen, requests, temperature, policies, tell)
                 on_step(where, 1)
                 rows += cell.rows
@@ -125,9 +125,10 @@ def run(
     }
 
 
-def compared(policy: str, num_drafts: int, temperature: float) -> list[str]:
-    """The policies of a cell, plain decoding first. What verifying every draft would do is shown for greedy texts."""
-    everything = [f"fixed:{num_drafts}"] if temperature == 0 else []
+def compared(policy: str, num_drafts: int, requests: int, temperature: float) -> list[str]:
+    """The policies of a cell, plain decoding first. What verifying every draft would do is shown for one greedy request;
+    `--load` has the rest."""
+    everything = [f"fixed:{num_drafts}"] if requests == 1 and temperature == 0 else []
     return list(dict.fromkeys(["off", *everything, policy]))
 
 
