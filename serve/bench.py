@@ -126,8 +126,8 @@ def run(
 
 
 def compared(policy: str, num_drafts: int, requests: int, temperature: float) -> list[str]:
-    """The policies of a cell, plain decoding first. What verifying every draft would do is shown for one greedy request;
-    `--load` has the rest."""
+    """The policies of a cell, plain decoding first. What verifying every draft would do is shown for one greedy
+    request; `--load` has the rest."""
     everything = [f"fixed:{num_drafts}"] if requests == 1 and temperature == 0 else []
     return list(dict.fromkeys(["off", *everything, policy]))
 
