@@ -227,6 +227,7 @@ def test_a_run_writes_a_language_model_that_loads_and_trains_on(tmp_path: Path) 
         drafter = load_drafter(tmp_path / name / "drafter_best", tiny_target())
         assert (drafter.config.algorithm, drafter.config.num_layers, drafter.config.num_drafts) == ("lm", 1, 3)
         load_target(tmp_path / name / "drafter")
+        assert str(tmp_path) not in (tmp_path / name / "drafter" / "config.json").read_text(), "a place on this machine"
 
 
 def with_tokens(target: Target) -> Target:

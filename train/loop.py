@@ -175,6 +175,7 @@ class _Training:
         # Names only: where the files lie is nobody's business who downloads the drafter.
         config["target"]["path"] = run.target.config.name or Path(run.config.target.path).name
         config["data"] |= {"paths": [Path(path).name for path in run.config.data.paths], "features": ""}
+        config["train"] |= {"start_from": Path(run.config.train.start_from).name}
         notes = {
             "step": self.step,
             "measured": self.measured,
