@@ -126,9 +126,9 @@ def run(
 
 
 def compared(policy: str, num_drafts: int, requests: int, temperature: float) -> list[str]:
-    """The policies of a cell, plain decoding first. What verifying every draft would do is shown for one greedy
-    request; `--load` has the rest."""
-    everything = [f"fixed:{num_drafts}"] if requests == 1 and temperature == 0 else []
+    """The policies of a cell, plain decoding first. What verifying every draft would do is shown for the fewest
+    requests, greedy; `--load` has the rest."""
+    everything = [f"fixed:{num_drafts}"] if requests == min(REQUESTS) and temperature == 0 else []
     return list(dict.fromkeys(["off", *everything, policy]))
 
 

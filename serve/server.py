@@ -37,6 +37,11 @@ class _Ticket:
     drafted: bool = False
     final: bool = True  # False: a chunk that is not its prompt's last
 
+    @property
+    def ended(self) -> bool:
+        next_R: Any = self.output.next_R
+        return next_R.is_ready()
+
 
 @dataclasses.dataclass
 class Totals:
@@ -116,13 +121,13 @@ class Server:
         """Dispatches a chunk of a prompt and a round, if there is any, then reads all but the newest."""
         start = self.clock()
         waited = self.totals.waiting
-        newest: Any = self._under_way[-1].output.next_R if self._under_way else None
+        newest = self._under_way[-1] if self._under_way else None
         self.scheduler.admit()
         prefilled = self._prefill()
         decoded = self._decode()
-        if newest is not None and newest.is_ready() and (prefilled or decoded):
+        if newest is not None and (prefilled or decoded) and newest.ended:
             # It ended before its successor was there: at some time since the host last heard of the device.
-            self.totals.idle += self.clock() - self._last_read
+            self.totals.idle += self.clock() - max(newest.started, self._last_read)
         keep = DEPTH - 1 if prefilled or decoded else 0
         while len(self._under_way) > keep:
             self._read(self._under_way.popleft())

@@ -55,7 +55,7 @@ def test_the_engine_writes_the_same_text(name: str, plain: list[list[int]]) -> N
     engine.compile([("prefill", 16), ("plain", 4), ("round", 4, 8), ("round", 4, 20)])
     curves = Curves({(4, t, s): 1e-3 + 1e-4 * t for t in (0, 8, 20) for s in (False, True)})
     for policy in ("fixed:4", "scheduled"):
-        server = Server(engine, policy, curves)
+        server = Server(engine, policy, curves, lambda: 0.0)
         texts = [server.submit(Request(tuple(prompt), NEW)) for prompt in PROMPTS]
         server.run()
         assert [text.tokens for text in texts] == plain

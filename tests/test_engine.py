@@ -34,8 +34,8 @@ def engine(verify: str = "token", shortlist: int = 16) -> Engine:
     return made
 
 
-def curves(flat: float = 1e-3, rise: float = 1e-4) -> Curves:
-    """Time flat + rise * tokens, greedy and sampled alike."""
+def curves(flat: float = 1e-3, rise: float = 1e-6) -> Curves:
+    """Time flat + rise * tokens, greedy and sampled alike; by default drafts cost next to nothing."""
     made = engine()
     sizes = {(r, t) for r in made.request_buckets for t in (0, *made.token_buckets[r])}
     return Curves({(r, t, s): flat + rise * (t or r) for r, t in sizes for s in (False, True)})
@@ -46,8 +46,13 @@ def prompts(count: int, seed: int = 0) -> list[tuple[int, ...]]:
     return [tuple(random_tokens(seed * 100 + i, int(rng.integers(1, 30))).tolist()) for i in range(count)]
 
 
+def timeless() -> float:
+    """A clock under which no round takes any time: the policy then goes by the curves that a test made up."""
+    return 0.0
+
+
 def serve(policy: str, requests: list[Request], verify: str = "token", shortlist: int = 16) -> list[Text]:
-    server = Server(engine(verify, shortlist), policy, curves())
+    server = Server(engine(verify, shortlist), policy, curves(), timeless)
     texts = [server.submit(request) for request in requests]
     server.run()
     server.scheduler.check()
@@ -114,7 +119,7 @@ def test_a_text_does_not_depend_on_its_neighbours():
 
 def test_nothing_is_transferred_unasked_and_unknown_shapes_are_refused():
     made = engine()
-    server = Server(made, "scheduled", curves())
+    server = Server(made, "scheduled", curves(), timeless)
     texts = [server.submit(Request(p, 9, seed=i)) for i, p in enumerate(prompts(9, seed=5))]
     with jax.transfer_guard("disallow"):
         server.run()
@@ -158,7 +163,7 @@ def test_a_row_with_nan_ends_alone_with_an_error():
 
 def test_requests_come_leave_and_are_cancelled_at_any_time():
     made = engine()
-    server = Server(made, "scheduled", curves())
+    server = Server(made, "scheduled", curves(), timeless)
     everything = prompts(10)
     whole = plain_texts(10, 12)
     texts = []
@@ -189,22 +194,22 @@ def test_the_context_limit_holds_a_text_and_its_last_block():
 
 def test_length_zero_is_reached_and_left_again():
     """On a machine where every drafted token costs a full step, drafting stops, but is tried from time to time."""
-    server = Server(engine(), "scheduled", curves(flat=0.0, rise=1.0))
+    server = Server(engine(), "scheduled", curves(flat=0.0, rise=1.0), timeless)
     for prompt in prompts(4):
         server.submit(Request(prompt, 30))
     server.run()
     assert 0 < server.totals.draft_rounds < server.totals.rounds // 4
-    cheap = Server(engine(), "scheduled", curves(flat=1.0, rise=0.0))
+    cheap = Server(engine(), "scheduled", curves(flat=1.0, rise=0.0), timeless)
     for prompt in prompts(4):
         cheap.submit(Request(prompt, 30))
     cheap.run()
-    assert cheap.totals.draft_rounds == cheap.totals.rounds
+    assert 0.8 * cheap.totals.rounds < cheap.totals.draft_rounds < cheap.totals.rounds  # a plain one now and then
 
 
 def test_a_dearer_machine_verifies_less():
     verified = []
     for rise in (1e-5, 1e-3, 1e-2):
-        server = Server(engine(), "scheduled", curves(rise=rise))
+        server = Server(engine(), "scheduled", curves(rise=rise), timeless)
         for prompt in prompts(8):
             server.submit(Request(prompt, 16))
         server.run()
