@@ -213,9 +213,6 @@ def sample_block(
     positions_G = jnp.arange(base_logits_RGV.shape[1])
     by_position = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), (keys_RG, inputs, support_RGK))
     first_R = jnp.asarray(first_token_R).astype(jnp.int32)
-    # Steps over a shortlist are small, and unrolled they read single rows of the head's table; a CPU converts the whole
-    # of a bfloat16 table before a loop that reads rows of it (W1 of SmolLM2: 1.5 to 3 ms a round, measured).
-    unroll = base_logits_RGV.shape[1] if support_RGK is not None else 1
-    _, drawn = lax.scan(body, (first_state, first_R), (positions_G, *by_position), unroll=unroll)
+    _, drawn = lax.scan(body, (first_state, first_R), (positions_G, *by_position))
     token_RG, draft_RG, law_RGV = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), drawn)
     return BlockSample(token_RG, draft_RG, law_RGV, support_RGK)

@@ -111,7 +111,8 @@ def propose(
         block, hidden_R11D = _apply(config, params, block, embedded_R11D, slot, row_R1, caches[0], method="step")
         return block, hidden_R11D[:, 0, 0]
 
-    # Unrolled for serving on a CPU, as in `sample_block`: the table here is the target's whole embedding.
+    # Unrolled for serving on a CPU: a loop that reads rows of a bfloat16
+    # table makes XLA convert the whole of it first, and this table is the target's embedding.
     unroll = config.num_drafts if shortlist and kv_cache.platform() == "cpu" else 1
     return stepwise.propose(
         config, frozen, step, block,

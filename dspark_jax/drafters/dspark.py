@@ -258,8 +258,7 @@ def propose(
     hidden_RGD = draft_hidden(config, params, frozen, caches, first_R, anchor_R)
     base_RGV, ids_RGK, support_RGK = base.parallel_logits(config, frozen, hidden_RGD), None, None
     if 0 < shortlist < config.head_rows:
-        # The barrier keeps XLA from cutting the result up by positions first, which makes a CPU sort the vocabulary.
-        base_RGV, ids_RGK = jax.lax.optimization_barrier(jax.lax.top_k(base_RGV, shortlist))
+        base_RGV, ids_RGK = jax.lax.top_k(base_RGV, shortlist)
         support_RGK = ids_RGK if frozen.draft_to_target_V is None else frozen.draft_to_target_V[ids_RGK]
 
     def step(state: Any, previous_R: jax.Array, slot: Any) -> tuple[Any, Any]:
