@@ -36,22 +36,28 @@ class Args:
     json: Path | None = None
 
 
+def untrained(shipped: Drafter, dtype: str, head: bool, block_size: int = 0) -> Drafter:
+    """A drafter like the shipped one, with random weights: with its Markov head or without, of another block (0: its
+    own)."""
+    own = shipped.config
+    config = dataclasses.replace(
+        own, block_size=block_size or own.block_size, markov_rank=own.markov_rank if head else 0,
+        confidence_with_markov=head,
+    )  # fmt: skip
+    return Drafter(config, cast_params(dspark.init_params(config, jax.random.key(0)), dtype), shipped.frozen)
+
+
 def time_rounds(args: Args) -> list[dict[str, float]]:
     """Median seconds of a greedy round by block, with the Markov head and without."""
     target, shipped, _ = load_models("smollm2-135m", None)
     engines: list[tuple[int, bool, Engine]] = []
     for block in args.blocks:
         for head in (True, False):
-            config = dataclasses.replace(
-                shipped.config, block_size=block, markov_rank=shipped.config.markov_rank if head else 0,
-                confidence_with_markov=head,
-            )  # fmt: skip
-            params = cast_params(dspark.init_params(config, jax.random.key(0)), str(target.dtype))
             sizes = EngineConfig(
                 max_requests=args.requests, request_sizes=(args.requests,), max_context=256, prefill_lengths=(64,),
                 shortlist=args.shortlist,
             )  # fmt: skip
-            engine = Engine(target, Drafter(config, params, shipped.frozen), sizes)
+            engine = Engine(target, untrained(shipped, str(target.dtype), head, block), sizes)
             engine.compile([("prefill", 64), ("round", args.requests, args.tokens)])
             profile.fill(engine, SamplingParams(0.0))
             engines.append((block, head, engine))

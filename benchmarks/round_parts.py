@@ -10,7 +10,6 @@ same drafter without its Markov head takes less.
 import dataclasses
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,8 @@ import numpy as np
 import tyro
 from rich.table import Table
 
-from dspark_jax import ConfigError, Drafter, SamplingParams
-from dspark_jax.drafters import dspark
-from dspark_jax.target import cast_params
+from benchmarks.block_growth import untrained
+from dspark_jax import ConfigError, SamplingParams
 from serve import profile, report
 from serve.engine import Engine, EngineConfig
 from serve.setup import load_models
@@ -41,10 +39,8 @@ class Args:
 def _engines(size: int) -> tuple[Engine, Engine]:
     """With the sequential head, and with random weights without it."""
     target, shipped, _ = load_models("smollm2-135m", None)
-    bare = dataclasses.replace(shipped.config, markov_rank=0, confidence_with_markov=False)
-    params = cast_params(dspark.init_params(bare, jax.random.key(0)), str(target.dtype))
     sizes = EngineConfig(max_requests=size, request_sizes=(size,), max_context=256, prefill_lengths=(64,))
-    return Engine(target, shipped, sizes), Engine(target, Drafter(bare, params, shipped.frozen), sizes)
+    return Engine(target, shipped, sizes), Engine(target, untrained(shipped, str(target.dtype), head=False), sizes)
 
 
 def measure(requests: int, repeats: int, temperature: float) -> list[dict[str, Any]]:
@@ -57,14 +53,6 @@ def measure(requests: int, repeats: int, temperature: float) -> list[dict[str, A
     for one in (engine, bare):
         profile.fill(one, SamplingParams(temperature))
     drafted, _ = _draft(engine, slots)
-
-    def timed(call: Callable[[], Any]) -> float:
-        before = jax.block_until_ready(jax.tree.map(lambda x: x.copy(), engine.state.slots))
-        start = time.perf_counter()
-        jax.block_until_ready(call())
-        seconds = time.perf_counter() - start
-        engine.state = engine.state._replace(slots=before)
-        return seconds
 
     def verify(tokens: int) -> Callable[[], Any]:
         longest = min(engine.num_drafts, tokens // requests - 1)
@@ -83,7 +71,7 @@ def measure(requests: int, repeats: int, temperature: float) -> list[dict[str, A
     seconds: dict[tuple[str, int], list[float]] = {key: [] for key in calls}
     for _ in range(repeats + 1):
         for key, call in calls.items():
-            seconds[key].append(timed(call))
+            seconds[key].append(profile.timed(engine, call))
     median = {key: statistics.median(values[1:]) for key, values in seconds.items()}
     head = median["draft", 0] - median["headless", 0]
     return [

@@ -92,15 +92,19 @@ def fill(engine: Engine, params: SamplingParams) -> None:
 
 
 def once(engine: Engine, slots: list[int], tokens: int) -> float:
-    """Seconds of one round in `tokens` packed places, 0 for a plain one.
+    """Seconds of one round in `tokens` packed places, 0 for a plain one."""
+    knobs = engine.knobs(by_survival=False) if tokens else None
+    return timed(engine, lambda: engine.round(slots, tokens, knobs) if knobs is not None else engine.plain(slots))
 
-    Every call sees the same contexts: what the round appended is rolled back by length.
+
+def timed(engine: Engine, call: Callable[[], Any]) -> float:
+    """Seconds until what `call` asks of the engine is there.
+
+    Every call sees the same contexts: what it appended is rolled back by length.
     """
     before = jax.block_until_ready(jax.tree.map(lambda x: x.copy(), engine.state.slots))
-    knobs = engine.knobs(by_survival=False) if tokens else None
     start = time.perf_counter()
-    output = engine.round(slots, tokens, knobs) if knobs is not None else engine.plain(slots)
-    jax.block_until_ready(output)
+    jax.block_until_ready(call())
     seconds = time.perf_counter() - start
     engine.state = engine.state._replace(slots=before)
     return seconds

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import committed, make_drafter, make_target, random_tokens
+from tiny import check_a_rule_splits_every_weight, committed, make_drafter, make_target, random_tokens
 
-from dspark_jax import ConfigError, SamplingParams, generate, load_drafter, sharding
-from dspark_jax.config import DraftSettings, MeshSettings, drafter_config
+from dspark_jax import ConfigError, SamplingParams, generate, load_drafter
+from dspark_jax.config import DraftSettings, drafter_config
 from dspark_jax.drafters import Drafter, dspark, registry
 from dspark_jax.drafters.cells.ngrams import _odd_factors, _primes
 from dspark_jax.drafters.heads import MarkovHead, first_state
@@ -336,8 +336,7 @@ def test_settings_of_a_run_fill_in_what_is_usual() -> None:
 
 
 def test_every_parameter_is_in_the_sharding_table(name: str) -> None:
-    mesh = sharding.make_mesh(MeshSettings(), jax.devices()[:1])
-    sharding.shardings(DRAFTERS[name].params, mesh)
+    check_a_rule_splits_every_weight(DRAFTERS[name].params)
 
 
 def test_a_round_trip_through_our_deepspec_files_is_bit_equal(tmp_path: Path, name: str) -> None:

@@ -9,7 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import make_chain, make_drafter, make_target, random_tokens
+from tiny import (
+    check_a_rule_splits_every_weight,
+    forced_outputs,
+    make_chain,
+    make_drafter,
+    make_target,
+    random_tokens,
+)
 
 from dspark_jax import ConfigError, Drafter, SamplingParams, sharding
 from dspark_jax.drafters import chain, registry
@@ -73,16 +80,6 @@ def propose(
     return _propose(drafter.config, drafter.params, drafter.frozen, caches, first, anchor, keys, rows, **changes)
 
 
-def teacher_forced(drafter: Drafter, seen: Committed, anchors: np.ndarray = ANCHORS) -> dict[str, np.ndarray]:
-    out = drafter.teacher_forced(seen.tokens_BS, seen.taps_BSMD, anchors, hidden_BSD=seen.hidden_BSD)
-    found = {"logits": np.asarray(out.logits_BAGV)}
-    if drafter.config.confidence_head:
-        found["confidence"] = np.asarray(out.confidence_BAG)[..., None]
-    else:
-        assert out.confidence_BAG is None
-    return found
-
-
 @pytest.mark.parametrize(
     ("name", "kind"), [*((name, "sampled") for name in DRAFTERS), *((FEW, kind) for kind in ("greedy", "shortlist"))]
 )
@@ -97,7 +94,7 @@ def test_a_block_has_the_law_of_the_same_block_teacher_forced(name: str, kind: s
     sample, tokens = proposal.sample, tokens.copy()
     for row in range(LENGTH):
         tokens[row, anchor[row] + 1 : anchor[row] + 1 + drafts] = sample.tokens_RG[row]
-    forced = teacher_forced(drafter, seen._replace(tokens_BS=tokens), np.stack([anchor] * 3, axis=1))
+    forced = forced_outputs(drafter, seen._replace(tokens_BS=tokens), np.stack([anchor] * 3, axis=1))
     logits = forced["logits"][:, 1]
     ids = np.arange(40) if drafter.frozen.draft_to_target_V is None else FEW_IDS
     assert logits.shape == (LENGTH, drafts, len(ids))
@@ -132,7 +129,7 @@ def test_a_slot_sees_the_tokens_up_to_the_one_before_it(drafter: Drafter) -> Non
     first token of a text is in no row, except that a draft right after it is fed it."""
     seen = repeated(features_like(drafter, random_tokens(2, LENGTH, LENGTH), 3))
     changed = seen._replace(tokens_BS=(seen.tokens_BS + np.eye(LENGTH, dtype=np.int32)) % TARGET.config.vocab_size)
-    found = moved(teacher_forced(drafter, seen), teacher_forced(drafter, changed))
+    found = moved(*(forced_outputs(drafter, text, ANCHORS) for text in (seen, changed)))
     position, slot = np.arange(LENGTH)[:, None], np.arange(drafter.config.num_drafts)[None, :]
     for block, anchor in enumerate(ANCHORS[0]):
         expected = (position <= anchor + slot) & (position >= min(anchor, 1))
@@ -146,7 +143,7 @@ def test_a_block_sees_the_features_before_its_anchor_and_no_others(drafter: Draf
     changed = seen._replace(
         taps_BSMD=seen.taps_BSMD + there[:, :, None, None], hidden_BSD=seen.hidden_BSD + there[:, :, None]
     )
-    found = moved(teacher_forced(drafter, seen), teacher_forced(drafter, changed))
+    found = moved(*(forced_outputs(drafter, text, ANCHORS) for text in (seen, changed)))
     expected = np.arange(LENGTH)[:, None, None] < ANCHORS[0][None, :, None]
     np.testing.assert_array_equal(found, np.broadcast_to(expected, found.shape))
 
@@ -200,8 +197,7 @@ def test_a_block_reads_its_own_conversation_before_the_anchor_and_nothing_else(n
 
 
 def test_a_rule_says_how_every_weight_is_split(drafter: Drafter) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(drafter.params):
-        sharding.spec(sharding.path_string(path), leaf.ndim)
+    check_a_rule_splits_every_weight(drafter.params)
 
 
 @pytest.mark.slow

@@ -8,18 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from drafter_runs import losses_of_a_few_steps, served
 from tiny import good_chain, make_target, random_tokens
 
 from dspark_jax import ConfigError, generate, load_drafter
 from dspark_jax.config import DraftSettings, drafter_config
-from serve.curves import Curves
-from serve.engine import Engine, EngineConfig
-from serve.scheduler import Request
-from serve.server import Server
-from train import data, setup
-from train.evaluate import to_batch
 from train.main import load_config, main
-from train.step import train_step
 from train.tiny import tiny_target
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "tiny_eagle3.py"
@@ -46,18 +40,7 @@ def test_greedy_text_is_the_targets_own(name: str, plain: list[list[int]]) -> No
 
 @pytest.mark.parametrize("name", ["eagle3", pytest.param("mtp", marks=pytest.mark.slow)])
 def test_the_engine_writes_the_same_text(name: str, plain: list[list[int]]) -> None:
-    """Prompts over several pages and prefill chunks, prefixes of every length verified."""
-    config = EngineConfig(
-        max_requests=4, request_sizes=(4,), max_context=64, page_size=8, prefill_lengths=(16,), shortlist=16
-    )
-    engine = Engine(TARGET, good_chain(TARGET, name), config)
-    engine.token_buckets = {4: (8, 20)}
-    engine.compile([("prefill", 16), ("plain", 4), ("round", 4, 8), ("round", 4, 20)])
-    curves = Curves({(4, t, s): 1e-3 + 1e-4 * t for t in (0, 8, 20) for s in (False, True)})
-    for policy in ("fixed:4", "scheduled"):
-        server = Server(engine, policy, curves, lambda: 0.0)
-        texts = [server.submit(Request(tuple(prompt), NEW)) for prompt in PROMPTS]
-        server.run()
+    for texts in served(TARGET, good_chain(TARGET, name), PROMPTS, NEW, 1e-4):
         assert [text.tokens for text in texts] == plain
         assert sum(text.accepted for text in texts) > 8
 
@@ -67,13 +50,7 @@ def test_the_engine_writes_the_same_text(name: str, plain: list[list[int]]) -> N
 def test_a_few_steps_lower_the_loss(name: str) -> None:
     config = load_config(CONFIG)
     draft = config.draft if name == "eagle3" else DraftSettings(algorithm="mtp", block_size=2)
-    run = setup.build(dataclasses.replace(config, draft=draft), None)
-    rows = [data.element((record,), run.shapes[0], np.random.default_rng(3)) for record in run.train[:4]]
-    batch = to_batch(jax.tree.map(lambda *leaves: np.stack(leaves), *rows))
-    state, losses = run.first_state(), []
-    for _ in range(8):
-        state, metrics = train_step(run.models, run.mesh, state, run.weights, batch)
-        losses.append(float(metrics["loss"]))
+    losses = losses_of_a_few_steps(dataclasses.replace(config, draft=draft))
     assert np.isfinite(losses).all()
     assert losses[-1] < 0.97 * losses[0]
 

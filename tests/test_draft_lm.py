@@ -11,10 +11,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from drafter_runs import losses_of_a_few_steps, served
 from tiny import TARGET as SHAPE
-from tiny import draft_model, make_drafter, make_target, random_tokens
+from tiny import (
+    check_a_rule_splits_every_weight,
+    draft_model,
+    forced_outputs,
+    make_drafter,
+    make_target,
+    random_tokens,
+)
 
-from dspark_jax import ConfigError, Drafter, SamplingParams, Target, generate, load_drafter, load_target, sharding
+from dspark_jax import ConfigError, Drafter, SamplingParams, Target, generate, load_drafter, load_target
 from dspark_jax.config import DraftSettings, LossConfig, drafter_config, plain_drafter
 from dspark_jax.drafters import lm, registry
 from dspark_jax.drafters.base import Committed, Proposal
@@ -23,14 +31,7 @@ from dspark_jax.sampling import sampling_rows
 from dspark_jax.weights import inspect
 from dspark_jax.weights.drafter_files import open_drafter, write_drafter
 from dspark_jax.weights.language_model import check_tokens
-from serve.curves import Curves
-from serve.engine import Engine, EngineConfig
-from serve.scheduler import Request
-from serve.server import Server
-from train import data, setup
-from train.evaluate import to_batch
 from train.main import load_config, main
-from train.step import train_step
 from train.tiny import tiny_target, tiny_tokenizer
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "tiny_lm.py"
@@ -76,14 +77,7 @@ def propose(
 
 
 def forced(drafter: Drafter, tokens: np.ndarray, anchors: np.ndarray = ANCHORS) -> dict[str, np.ndarray]:
-    text = seen(tokens)
-    out = drafter.teacher_forced(tokens, text.taps_BSMD, anchors, hidden_BSD=text.hidden_BSD)
-    found = {"logits": np.asarray(out.logits_BAGV)}
-    if drafter.config.confidence_head:
-        found["confidence"] = np.asarray(out.confidence_BAG)[..., None]
-    else:
-        assert out.confidence_BAG is None
-    return found
+    return forced_outputs(drafter, seen(tokens), anchors)
 
 
 @pytest.mark.parametrize(
@@ -184,35 +178,18 @@ def test_a_target_that_drafts_for_itself_is_always_right(plain: list[list[int]])
 
 @pytest.mark.parametrize("itself", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_engine_writes_the_same_text(itself: bool, plain: list[list[int]]) -> None:
-    """Prompts over several pages and prefill chunks, prefixes of every length verified."""
-    config = EngineConfig(
-        max_requests=4, request_sizes=(4,), max_context=64, page_size=8, prefill_lengths=(16,), shortlist=16
-    )
-    engine = Engine(TARGET, draft_model(TARGET, TARGET) if itself else DRAFTERS["windows"], config)
-    engine.token_buckets = {4: (8, 20)}
-    engine.compile([("prefill", 16), ("plain", 4), ("round", 4, 8), ("round", 4, 20)])
-    curves = Curves({(4, t, s): 1e-3 + 1e-5 * t for t in (0, 8, 20) for s in (False, True)})
-    for policy in ("fixed:4", "scheduled"):
-        server = Server(engine, policy, curves, lambda: 0.0)
-        texts = [server.submit(Request(tuple(prompt), NEW)) for prompt in PROMPTS]
-        server.run()
+    drafter = draft_model(TARGET, TARGET) if itself else DRAFTERS["windows"]
+    for texts in served(TARGET, drafter, PROMPTS, NEW, 1e-5):
         assert [text.tokens for text in texts] == plain
         assert not itself or sum(text.accepted for text in texts) > 8
 
 
 def test_a_rule_says_how_every_weight_is_split(drafter: Drafter) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(drafter.params):
-        sharding.spec(sharding.path_string(path), leaf.ndim)
+    check_a_rule_splits_every_weight(drafter.params)
 
 
 def test_a_few_steps_lower_the_loss() -> None:
-    run = setup.build(load_config(CONFIG), None)
-    rows = [data.element((record,), run.shapes[0], np.random.default_rng(3)) for record in run.train[:4]]
-    batch = to_batch(jax.tree.map(lambda *leaves: np.stack(leaves), *rows))
-    state, losses = run.first_state(), []
-    for _ in range(8):
-        state, metrics = train_step(run.models, run.mesh, state, run.weights, batch)
-        losses.append(float(metrics["loss"]))
+    losses = losses_of_a_few_steps(load_config(CONFIG))
     assert np.isfinite(losses).all()
     assert losses[-1] < 0.97 * losses[0]
 

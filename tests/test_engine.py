@@ -2,14 +2,13 @@
 
 import dataclasses
 import functools
-from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import good_drafter, make_target, random_tokens
+from tiny import good_drafter, make_target, random_tokens, timeless
 
 from dspark_jax import ConfigError, SamplingParams, generate
 from serve import rounds
@@ -46,11 +45,6 @@ def prompts(count: int, seed: int = 0) -> list[tuple[int, ...]]:
     return [tuple(random_tokens(seed * 100 + i, int(rng.integers(1, 30))).tolist()) for i in range(count)]
 
 
-def timeless() -> float:
-    """A clock under which no round takes any time: the policy then goes by the curves that a test made up."""
-    return 0.0
-
-
 def serve(policy: str, requests: list[Request], verify: str = "token", shortlist: int = 16) -> list[Text]:
     server = Server(engine(verify, shortlist), policy, curves(), timeless)
     texts = [server.submit(request) for request in requests]
@@ -76,15 +70,6 @@ def test_buckets_hold_every_round():
 
 def test_fewer_than_four_places_are_no_size_of_their_own():
     assert token_buckets(1, 5) == (4, 6) and token_buckets(2, 5) == (4, 8, 12) and token_buckets(1, 2) == (3,)
-
-
-def test_the_shortlist_is_found_without_sorting_the_vocabulary():
-    """XLA has a top-k for CPUs, and sorts where it does not recognise one: 14 ms of a SmolLM2 round, measured."""
-    made = engine()
-    program: Any = made._programs["round", 4, made.token_buckets[4][-1]]
-    sorts = [line for line in program.as_text().splitlines() if " sort(" in line]
-    assert sorts, "the choice of prefixes sorts survivals"
-    assert not [line for line in sorts if f",{DRAFTER.config.head_rows}]" in line]
 
 
 @pytest.mark.parametrize("policy", POLICIES)

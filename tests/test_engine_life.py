@@ -8,6 +8,7 @@ import dataclasses
 import numpy as np
 import pytest
 from test_engine import DRAFTER, SMALL, TARGET, curves, engine, plain_texts, prompts
+from tiny import timeless
 
 from dspark_jax import generate, load_drafter, load_target
 from serve.curves import Curves
@@ -21,7 +22,7 @@ KINDS, NEW = 24, 12
 def live(requests: int, seed: int, policy: str) -> list[tuple[int, Text]]:
     """Serves `requests` random requests on 12 pages for 4 slots; returns each with the number of its prompt."""
     rng, made = np.random.default_rng(seed), engine()
-    server = Server(made, policy, curves(), lambda: 0.0)
+    server = Server(made, policy, curves(), timeless)
     everything, texts = prompts(KINDS), []
     while len(texts) < requests:
         if rng.random() < 0.5:
@@ -90,7 +91,7 @@ def test_opaque_identifiers_are_copied_alike_at_concurrency_12(smollm2_path):
     edge = made.token_buckets[12][0]
     made.token_buckets = {12: (edge,)}
     cheap = Curves({(12, t, s): 1.0 for t in (0, edge) for s in (False, True)})
-    server = Server(made, "scheduled", cheap, lambda: 0.0)
+    server = Server(made, "scheduled", cheap, timeless)
     stop = target.config.eos_token_ids
     texts = [server.submit(Request(row, 24, stop_ids=stop)) for row in rows]
     server.run()

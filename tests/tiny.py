@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dspark_jax import sharding
 from dspark_jax.config import DrafterConfig, TargetConfig, plain_drafter
 from dspark_jax.drafters import Drafter
 from dspark_jax.drafters.base import BlockFeatures, Committed, Frozen
@@ -166,3 +167,25 @@ def block_features(
 
 def random_tokens(seed: int, *shape: int, vocab_size: int = TARGET.vocab_size) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, vocab_size, shape).astype(np.int32)
+
+
+def timeless() -> float:
+    """A clock under which no round takes any time: a policy then goes by the curves that a test made up."""
+    return 0.0
+
+
+def forced_outputs(drafter: Drafter, seen: Committed, anchors: np.ndarray) -> dict[str, np.ndarray]:
+    """Teacher-forced logits and, with that head, confidences, each with a last axis."""
+    out = drafter.teacher_forced(seen.tokens_BS, seen.taps_BSMD, anchors, hidden_BSD=seen.hidden_BSD)
+    found = {"logits": np.asarray(out.logits_BAGV)}
+    if drafter.config.confidence_head:
+        found["confidence"] = np.asarray(out.confidence_BAG)[..., None]
+    else:
+        assert out.confidence_BAG is None
+    return found
+
+
+def check_a_rule_splits_every_weight(params: Any) -> None:
+    """Every leaf has a place in the table of dspark_jax/sharding.py, with an entry an axis."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        assert len(sharding.spec(sharding.path_string(path), leaf.ndim)) == leaf.ndim

@@ -111,14 +111,11 @@ def propose(
         block, hidden_R11D = _apply(config, params, block, embedded_R11D, slot, row_R1, caches[0], method="step")
         return block, hidden_R11D[:, 0, 0]
 
-    # Unrolled for serving on a CPU: a loop that reads rows of a bfloat16
-    # table makes XLA convert the whole of it first, and this table is the target's embedding.
-    unroll = config.num_drafts if shortlist and kv_cache.platform() == "cpu" else 1
     return stepwise.propose(
         config, frozen, step, block,
         lambda hidden_RD: draft_logits(config, params, frozen, hidden_RD, None),
         lambda hidden_RD: _apply(config, params, hidden_RD, method="confidence"),
-        first_R, keys_RG, rows, greedy, shortlist, unroll,
+        first_R, keys_RG, rows, greedy, shortlist,
     )  # fmt: skip
 
 

@@ -27,10 +27,9 @@ def propose(
     rows: SamplingRows,
     greedy: bool,
     shortlist: int,
-    unroll: int = 1,
 ) -> Proposal:
     """See `Algorithm`: G steps from `start`, each fed what the one before it drew. `logits` and, with that head,
-    `confidence` score a hidden state. A shortlist holds a step's own best. `unroll`: steps to a turn of the loop."""
+    `confidence` score a hidden state. A shortlist holds a step's own best."""
     d2t_V = frozen.draft_to_target_V
 
     def one(carry: tuple[Any, jax.Array], xs: tuple[jax.Array, jax.Array]) -> tuple[Any, Any]:
@@ -46,6 +45,6 @@ def propose(
         return (state, drawn.token_R), (*drawn, support_RK, confidence_R)
 
     slots = jnp.arange(config.num_drafts), keys_RG.swapaxes(0, 1)
-    _, drawn = jax.lax.scan(one, (start, jnp.asarray(first_R, jnp.int32)), slots, unroll=unroll)
+    _, drawn = jax.lax.scan(one, (start, jnp.asarray(first_R, jnp.int32)), slots)
     *sample, confidence_RG = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), drawn)
     return Proposal(BlockSample(*sample), confidence_RG)
