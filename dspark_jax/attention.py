@@ -35,6 +35,15 @@ def _grouped(q: jax.Array, num_kv_heads: int) -> jax.Array:
     return q.reshape(*lead, num_kv_heads, num_heads // num_kv_heads, head_dim)
 
 
+def _rows_times(rows_BKXI: jax.Array, table_BKIO: jax.Array) -> jax.Array:
+    """Rows [B, K, ..., I] times one table [B, K, I, O] for each key/value head, float32. Rows stay rows: an einsum may
+    turn the product around, and then every array of scores is transposed twice (measured on a CPU)."""
+    shape = rows_BKXI.shape
+    flat_BKRI = rows_BKXI.reshape(*shape[:2], -1, shape[-1])
+    flat_BKRO = jnp.matmul(flat_BKRI, table_BKIO, preferred_element_type=jnp.float32)
+    return flat_BKRO.reshape(*shape[:-1], table_BKIO.shape[-1])
+
+
 def _score(raw: jax.Array, rule: Rule, head_dim: int) -> jax.Array:
     scores = raw * (head_dim**-0.5 if rule.scale is None else rule.scale)
     return jnp.tanh(scores / rule.softcap) * rule.softcap if rule.softcap else scores
@@ -54,8 +63,8 @@ def causal_attention(
     begins at key `start`, its keys are t >= start and positions count from there.
     """
     _, num_kv_heads, head_dim, num_keys = k_BKHT.shape
-    q_BSKJH = _grouped(q_BSNH, num_kv_heads).astype(k_BKHT.dtype)
-    scores = jnp.einsum("BSKJH,BKHT->BKJST", q_BSKJH, k_BKHT, preferred_element_type=jnp.float32)
+    q_BKJSH = _grouped(q_BSNH, num_kv_heads).astype(k_BKHT.dtype).transpose(0, 2, 3, 1, 4)
+    scores = _rows_times(q_BKJSH, k_BKHT)
     key_T, row_BS1 = jnp.arange(num_keys)[None, None, :], position_BS[:, :, None]
     if start_BS is not None:
         key_T = key_T - start_BS[:, :, None]
@@ -64,9 +73,9 @@ def causal_attention(
         visible_BST &= key_T > row_BS1 - rule.window
     scores = jnp.where(visible_BST[:, None, None], _score(scores, rule, head_dim), _HIDDEN)
     weights = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
-    out = jnp.einsum("BKJST,BKTH->BSKJH", weights.astype(v_BKTH.dtype), v_BKTH, preferred_element_type=jnp.float32)
+    out = _rows_times(weights.astype(v_BKTH.dtype), v_BKTH)
     # Divided here and not where there are T weights a row.
-    return (out / jnp.sum(weights, axis=-1).transpose(0, 3, 1, 2)[..., None]).reshape(q_BSNH.shape)
+    return (out / jnp.sum(weights, axis=-1, keepdims=True)).transpose(0, 3, 1, 2, 4).reshape(q_BSNH.shape)
 
 
 def own_visible(num_rows: int, num_own: int, rule: Rule, own_limit: jax.Array | None) -> jax.Array | None:
@@ -103,7 +112,7 @@ def block_attention(
     num_rows = q_BAGNH.shape[2]
     q_BAGKJH = _grouped(q_BAGNH, num_kv_heads).astype(context_k_BKHT.dtype)
     block_k_BAGKH, block_v_BAGKH = (x.astype(context_k_BKHT.dtype) for x in (block_k_BAGKH, block_v_BAGKH))
-    context = jnp.einsum("BAGKJH,BKHT->BKJAGT", q_BAGKJH, context_k_BKHT, preferred_element_type=jnp.float32)
+    context = _rows_times(q_BAGKJH.transpose(0, 3, 4, 1, 2, 5), context_k_BKHT)
     own = jnp.einsum("BAGKJH,BAUKH->BKJAGU", q_BAGKJH, block_k_BAGKH, preferred_element_type=jnp.float32)
     key_T = jnp.arange(num_keys)[None, None, None, :]
     if start_BA is not None:
@@ -123,9 +132,9 @@ def block_attention(
     largest = jax.lax.stop_gradient(largest)[..., None]
     context, own = jnp.exp(context - largest), jnp.exp(own - largest)
     dtype, total = context_v_BKTH.dtype, jnp.sum(context, axis=-1) + jnp.sum(own, axis=-1)
-    out = jnp.einsum("BKJAGT,BKTH->BAGKJH", context.astype(dtype), context_v_BKTH, preferred_element_type=jnp.float32)
-    out += jnp.einsum("BKJAGU,BAUKH->BAGKJH", own.astype(dtype), block_v_BAGKH, preferred_element_type=jnp.float32)
-    return (out / total.transpose(0, 3, 4, 1, 2)[..., None]).reshape(q_BAGNH.shape)
+    out = _rows_times(context.astype(dtype), context_v_BKTH)
+    out += jnp.einsum("BKJAGU,BAUKH->BKJAGH", own.astype(dtype), block_v_BAGKH, preferred_element_type=jnp.float32)
+    return (out / total[..., None]).transpose(0, 3, 4, 1, 2, 5).reshape(q_BAGNH.shape)
 
 
 class _Running(NamedTuple):

@@ -106,7 +106,8 @@ def _distances_forward(
     ce = jnp.where(_drawn(logits, labels), log_sum - picked, 0.0)
     soft_ce = -jnp.sum(jnp.where(possible, p * log_q, 0.0), axis=-1)
     tv = jnp.sum(jnp.abs(q - p), axis=-1) + jnp.maximum(1.0 - jnp.sum(p, axis=-1), 0.0)
-    lean = jnp.sum(jnp.sign(q - p) * q, axis=-1)
+    # Not sign(q - p) * q: XLA takes a sum of products for a dot of one row each, ten times as slow on a CPU (measured).
+    lean = jnp.sum(jnp.where(q > p, q, jnp.where(q < p, -q, 0.0)), axis=-1)
     return (ce, soft_ce, tv), (logits, labels, teacher, log_partition, log_sum, mass, lean)
 
 
