@@ -22,6 +22,7 @@ from serve.curves import Curves
 Kind = Literal["off", "fixed", "threshold", "scheduled", "sync"]
 DEFAULT = "scheduled"
 PROBE_EVERY = 16  # rounds of one kind after which one is of the other: moods of drafter and machine change
+LONGEST_WAIT = 128  # a drafting probe that changes nothing makes the next one wait twice as long, up to this
 FIRST_PROBES = (4, 8)  # and sooner at first, when a plain round's time is known from the profile alone
 MEMORY = 0.95  # of the running means over rounds
 TEXT_MEMORY = 0.7  # of a text's own running mean: one round's confidences say little about the round after next
@@ -77,7 +78,7 @@ class Policy:
         # where drafts are cheap, and where they are not, probing finds out.
         self._mean_survival = 0.5 ** np.arange(1, num_drafts + 1)
         self._mean_length = float(num_drafts)
-        self._plain_rounds, self._drafting_rounds = 0, 0
+        self._plain_rounds, self._drafting_rounds, self._wait = 0, 0, PROBE_EVERY
         self._predicted, self._stood = 1.0, 1.0
         self._taken_G, self._tried_G = np.ones(num_drafts), np.full(num_drafts, 2.0)
         self._slip: dict[tuple[int, bool], tuple[float, float]] = {}  # by bucket and kind of round: sum of logs, weight
@@ -114,10 +115,11 @@ class Policy:
         capacity = capacity_from_stale(survival_RG, [plain, *drafting], [count, *edges])
         if capacity == 0:
             self._plain_rounds += 1
-            if self._plain_rounds % PROBE_EVERY:
+            if self._plain_rounds < self._wait:
                 return Choice(0)
-            capacity = capacity_from_stale(survival_RG, drafting, edges)
-        self._plain_rounds = 0
+            self._plain_rounds, self._wait = 0, min(2 * self._wait, LONGEST_WAIT)
+            return Choice(_at_least(edges, count + capacity_from_stale(survival_RG, drafting, edges)))
+        self._plain_rounds, self._wait = 0, PROBE_EVERY
         self._drafting_rounds += 1
         if self._drafting_rounds in FIRST_PROBES or self._drafting_rounds % PROBE_EVERY == 0:
             return Choice(0)

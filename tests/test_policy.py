@@ -10,7 +10,7 @@ from serve import curves as curves_lib
 from serve.calibration import read_temperatures, write_temperatures
 from serve.curves import Curves, make_curves
 from serve.monitor import DriftMonitor
-from serve.policy import FIRST_PROBES, PROBE_EVERY, Policy, parse
+from serve.policy import FIRST_PROBES, LONGEST_WAIT, PROBE_EVERY, Policy, parse
 
 G = 4
 BUCKETS = {1: (2, 4, 5), 4: (8, 16, 20)}
@@ -65,11 +65,25 @@ def test_a_new_request_counts_as_the_running_mean():
     assert p.choose([99], 1, linear(0.0), False).tokens == 5
 
 
-def test_length_zero_is_probed_from_time_to_time():
+def test_length_zero_is_probed_less_and_less_often():
     p = policy("scheduled")
     p.observe(0, np.zeros(G), G, 0)
-    tokens = [p.choose([0], 1, linear(1.0), False).tokens for _ in range(2 * PROBE_EVERY)]
-    assert [i for i, t in enumerate(tokens) if t] == [PROBE_EVERY - 1, 2 * PROBE_EVERY - 1]
+    tokens = [p.choose([0], 1, linear(1.0), False).tokens for _ in range(40 * PROBE_EVERY)]
+    waits = np.diff([-1] + [i for i, t in enumerate(tokens) if t])
+    expected = [PROBE_EVERY]
+    while sum(expected) + min(2 * expected[-1], LONGEST_WAIT) <= len(tokens):
+        expected.append(min(2 * expected[-1], LONGEST_WAIT))
+    assert waits.tolist() == expected and expected[-1] == LONGEST_WAIT
+
+
+def test_a_change_of_mind_makes_probes_frequent_again():
+    p = policy("scheduled")
+    p.observe(0, np.zeros(G), G, 0)
+    for _ in range(20 * PROBE_EVERY):
+        p.choose([0], 1, linear(1.0), False)
+    assert p.choose([0], 1, linear(0.0), False).tokens
+    tokens = [p.choose([0], 1, linear(1.0), False).tokens for _ in range(PROBE_EVERY)]
+    assert [i for i, t in enumerate(tokens) if t] == [PROBE_EVERY - 1]
 
 
 def test_a_probe_has_the_length_that_would_pay_most():
