@@ -36,7 +36,7 @@ class Settings:
 
     tokens: int = 32
     """New tokens a prompt; a text may end earlier."""
-    limit: int = 16
+    limit: int = 8
     """Prompts a domain, decoded eight at a time."""
     single: int = 3
     """How many of those are also decoded one at a time."""

@@ -165,9 +165,12 @@ def run(
     users = max(args.concurrency, default=engines[True].config.max_requests)
     loads = [Load(n, 0.0, domain) for n in args.concurrency for domain in args.domains]
     loads += [Load(users, rate, domain) for rate in args.rates for domain in args.domains]
-    rows = []
+    rows, stop = [], engines[True].target_config.eos_token_ids
+    for policy in args.policies:  # the first texts of a process are slow, whatever policy they happen to have
+        first = make_requests(prompts, loads[0], args, stop)[:1]
+        run_point(Server(engines[policy != "off"], policy, curves), loads[0], first, args.seed)
     for load in loads:
-        requests = make_requests(prompts, load, args, engines[True].target_config.eos_token_ids)
+        requests = make_requests(prompts, load, args, stop)
         for repeat in range(args.repeats):
             for policy in args.policies:
                 on_point(f"{load.users} users{f', {load.rate:g}/s' if load.rate else ''}, {load.domain}: {policy}")
