@@ -38,7 +38,8 @@ def test_greedy_text_is_the_targets_own(name: str, plain: list[list[int]]) -> No
     assert [one.tokens for one in generate(TARGET, nonsense, PROMPTS, NEW)] == plain
 
 
-@pytest.mark.parametrize("name", ["eagle3", pytest.param("mtp", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["eagle3", "mtp"])
 def test_the_engine_writes_the_same_text(name: str, plain: list[list[int]]) -> None:
     for texts in served(TARGET, good_chain(TARGET, name), PROMPTS, NEW, 1e-4):
         assert [text.tokens for text in texts] == plain

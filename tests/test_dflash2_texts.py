@@ -52,6 +52,7 @@ def test_drafting_does_not_change_greedy_text(plain: list[list[int]]) -> None:
     assert np.mean([r.accepted for one in drafted for r in one.rounds]) > 1
 
 
+@pytest.mark.slow
 def test_the_engines_greedy_text_is_that_of_plain_decoding(plain: list[list[int]]) -> None:
     """One request at a time, every draft verified: three programs will do."""
     made = Engine(

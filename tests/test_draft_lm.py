@@ -176,7 +176,8 @@ def test_a_target_that_drafts_for_itself_is_always_right(plain: list[list[int]])
     assert [[r.accepted for r in one.rounds] for one in texts] == [[DRAFTS] * -(-(NEW - 1) // (DRAFTS + 1))] * 4
 
 
-@pytest.mark.parametrize("itself", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("itself", [True, False])
 def test_the_engine_writes_the_same_text(itself: bool, plain: list[list[int]]) -> None:
     drafter = draft_model(TARGET, TARGET) if itself else DRAFTERS["windows"]
     for texts in served(TARGET, drafter, PROMPTS, NEW, 1e-5):

@@ -61,7 +61,11 @@ def normal(rng: np.random.Generator, *shape: int) -> jax.Array:
     ],
 )
 @pytest.mark.parametrize(
-    ("head_dim", "rule"), [(128, DEFAULT), (16, Rule(scale=0.3, softcap=2.0, window=5))], ids=["128", "16-window"]
+    ("head_dim", "rule"),
+    [
+        pytest.param(128, DEFAULT, id="128", marks=pytest.mark.slow),
+        pytest.param(16, Rule(scale=0.3, softcap=2.0, window=5), id="16-window"),
+    ],
 )
 def test_both_paged_caches_attend_alike(monkeypatch: pytest.MonkeyPatch, kernel: Any, head_dim: int, rule: Rule):
     """Ragged rows, fillers, a request without rows, contexts over several pages, rows rolled back by length."""

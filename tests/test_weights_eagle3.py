@@ -315,6 +315,7 @@ def test_the_self_test_finds_what_is_wrong_with_eagle3(shared: Path) -> None:
     assert not any("layout" in name for name in report.changed)
 
 
+@pytest.mark.slow
 def test_the_self_test_runs_on_mtp() -> None:
     report = self_test(TARGET, make(algorithm="mtp"), [[1, 2, 3], [4, 5, 6]], 8)
     assert report.cause is None and list(report.changed) == ["rope theta 1e+06 in place of 10000"]

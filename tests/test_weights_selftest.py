@@ -105,6 +105,7 @@ def test_each_fault_is_named(shared: Path, name: str, fault: str) -> None:
         assert (report.cause or "").startswith(CAUSES[fault]), report
 
 
+@pytest.mark.slow
 def test_a_drafter_that_is_merely_bad_is_left_alone() -> None:
     target = make_target()
     drafter = make_drafter(target, markov_rank=0, confidence_head=False, confidence_with_markov=False, num_layers=1)
