@@ -166,8 +166,8 @@ def run(
     loads = [Load(n, 0.0, domain) for n in args.concurrency for domain in args.domains]
     loads += [Load(users, rate, domain) for rate in args.rates for domain in args.domains]
     rows, stop = [], engines[True].target_config.eos_token_ids
+    first = make_requests(prompts, loads[0], args, stop)[:1]
     for policy in args.policies:  # the first texts of a process are slow, whatever policy they happen to have
-        first = make_requests(prompts, loads[0], args, stop)[:1]
         run_point(Server(engines[policy != "off"], policy, curves), loads[0], first, args.seed)
     for load in loads:
         requests = make_requests(prompts, load, args, stop)
