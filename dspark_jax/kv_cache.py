@@ -20,7 +20,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dspark_jax import gpu_attention
+from dspark_jax import gpu_attention, tpu_attention
 from dspark_jax.attention import DEFAULT, Rule, block_attention, causal_attention, paged_attention
 
 # A packed row attends in at most so many pieces, of no fewer queries than that.
@@ -196,7 +196,10 @@ class DocumentRows(NamedTuple):
     def attend(self, q_BSNH: jax.Array, position_BS: jax.Array, rule: Rule = DEFAULT) -> jax.Array:
         """Each token over its own document, [B, S, N, H] float32; a piece of the row at a time, over the keys up to the
         piece's end: no [S, S] array of scores exists, and most of what lies ahead of a token is never computed. In a
-        backward pass scores are computed again, as those of `attend_block`."""
+        backward pass scores are computed again, as those of `attend_block`. On TPUs one kernel does all of this."""
+        if platform() == "tpu":
+            k_BSKH, v_BSKH = self.k_BKHT.transpose(0, 3, 1, 2), self.v_BKTH.swapaxes(1, 2)
+            return tpu_attention.row_attention(q_BSNH, k_BSKH, v_BSKH, self.start_BS, rule)
         length = q_BSNH.shape[1]
         piece = max(_QUERIES, -(-length // _PIECES))
         attend = jax.checkpoint(functools.partial(causal_attention, rule=rule))

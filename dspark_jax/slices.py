@@ -57,10 +57,14 @@ def device_bytes(tree: Any) -> int:
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def bytes_needed(error: Exception) -> float | None:
-    """The bytes of a device that a program would take, where it was refused for taking too many."""
-    used = re.search(r"Used ([\d.]+)([KMGT]) of", str(error))
-    return None if used is None else float(used[1]) * 2 ** (10 * (1 + "KMGT".index(used[2])))
+def bytes_needed(error: Exception, arguments: float) -> float | None:
+    """The bytes of a device that a program would take, where it was refused for taking too many; None for another
+    error. `arguments`: bytes of the program's arguments, which one of the two messages leaves out."""
+    whole = re.search(r"Used ([\d.]+)([KMGT]) of", str(error))
+    used = whole or re.search(r"memory required for HLO temporaries \(([\d.]+)([KMGT])\)", str(error))
+    if used is None:
+        return None
+    return float(used[1]) * 2 ** (10 * (1 + "KMGT".index(used[2]))) + (0 if whole else arguments)
 
 
 def flops(jaxpr: Any, without: Collection[str] = ()) -> float:
@@ -89,7 +93,10 @@ def flops(jaxpr: Any, without: Collection[str] = ()) -> float:
 
 
 def _times(name: str, params: dict[str, Any]) -> int:
-    """How often an equation's inner program runs: turns of a loop, or devices that each run it on their own part."""
+    """How often an equation's inner program runs: turns of a loop, blocks of a kernel (those that it skips for being
+    masked too), or devices that each run it on their own part."""
+    if name == "pallas_call":
+        return math.prod(params["grid_mapping"].grid)
     if name == "shard_map":
         return math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
     return params["length"] if name == "scan" else 1

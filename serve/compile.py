@@ -177,11 +177,12 @@ def compile_program(
     try:
         compiled = traced.lower().compile()
     except jax.errors.JaxRuntimeError as error:
-        needed = slices.bytes_needed(error)
+        held = slices.device_bytes((weights, state))
+        needed = slices.bytes_needed(error, held)
         if needed is None:
             reason = str(error).splitlines()[0]
             raise ConfigError(f"the TPU compiler refuses the program {' '.join(map(str, key))}: {reason}") from error
-        temporaries, work = needed - slices.device_bytes((weights, state)), Work(math.nan, math.nan)
+        temporaries, work = needed - held, Work(math.nan, math.nan)
         return Program(key, temporaries, work, time.perf_counter() - begun)
     seconds, stats = time.perf_counter() - begun, compiled.memory_analysis()
     assert stats is not None and models.drafter is not None

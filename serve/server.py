@@ -7,6 +7,7 @@ text.tokens, text.reason
 """
 
 import dataclasses
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -90,6 +91,7 @@ class Server:
         self.totals = Totals()
         self._under_way: deque[_Ticket] = deque()
         self._last_read = 0.0
+        self._chunks = 1
 
     def submit(self, request: Request) -> Text:
         """Queues a request; see `Scheduler.submit` for what is refused."""
@@ -118,12 +120,16 @@ class Server:
             self.step()
 
     def step(self) -> None:
-        """Dispatches a chunk of a prompt and a round, if there is any, then reads all but the newest."""
+        """Dispatches chunks of prompts and a round, if there are any, then reads all but the newest.
+
+        A chunk for each token that requests get in a round: drafting ends texts sooner than plain decoding does, and
+        with one chunk a round their slots would stand empty. A token waits for one chunk either way.
+        """
         start = self.clock()
         waited = self.totals.waiting
         newest = self._under_way[-1] if self._under_way else None
         self.scheduler.admit()
-        prefilled = self._prefill()
+        prefilled = sum(self._prefill() for _ in range(self._chunks))
         decoded = self._decode()
         if newest is not None and (prefilled or decoded) and newest.ended:
             # It ended before its successor was there: at some time since the host last heard of the device.
@@ -199,6 +205,7 @@ class Server:
                 self.scheduler.take(ticket.texts[0], Row([], 0, 0, bad=True), now)
             return
         if ticket.packed:
+            self._chunks = 1 + math.ceil(float(output.accepted_R[: len(ticket.texts)].mean()))
             self._count(ticket, output)
             self._observe_seconds(ticket, seconds)
         for row, text in enumerate(ticket.texts):

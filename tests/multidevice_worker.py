@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dspark_jax import sharding
+from dspark_jax import sharding, tpu_attention
+from dspark_jax.attention import DEFAULT
 from dspark_jax.config import MeshSettings
 from dspark_jax.hlo import traffic
 from dspark_jax.losses import Shares
@@ -37,6 +38,21 @@ def moved(run: setup.Run, mesh: Any) -> setup.Run:
     """The same run on another mesh."""
     weights = jax.device_get(run.weights)
     return dataclasses.replace(run, mesh=mesh, weights=sharding.place(weights, sharding.shardings(weights, mesh)))
+
+
+def kernel_error(shape: tuple[int, int, int], cut_rows: bool) -> float:
+    """The TPU kernel of packed rows on a mesh, interpreted, against one device; `cut_rows`: inside `sum_over_rows`."""
+    rng, mesh = np.random.default_rng(0), sharding.make_mesh(MeshSettings(*shape))
+    q, k, v = (jnp.asarray(rng.normal(size=(8, 16, heads, 8)), jnp.float32) for heads in (4, 2, 2))
+    start = jnp.asarray(np.where(np.arange(16) < 5, 0, 5)[None].repeat(8, 0), jnp.int32)
+
+    def total(whole: Any, rows: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple[()]]:
+        return jnp.sum(jnp.sin(tpu_attention.row_attention(*rows, DEFAULT, interpret=True))), ()
+
+    wanted = total((), (q, k, v, start))[0]
+    with jax.set_mesh(mesh):
+        step = functools.partial(sharding.sum_over_rows, total, like=()) if cut_rows else total
+        return abs(float(jax.jit(step)((), (q, k, v, start))[0] - wanted))
 
 
 def main() -> None:
@@ -81,7 +97,9 @@ def main() -> None:
         placed, metrics = train_step(models, mesh, placed, run.weights, batch)
         ends = jax.tree.map(lambda x, y: x.sharding.is_equivalent_to(y, x.ndim), placed, where)
         lost.append(int(sum(not same for same in jax.tree.leaves(ends))))
-    print(json.dumps({"meshes": results, "lost": lost, "traces": jitted_step(models, mesh)._cache_size()}))
+    kernel = [kernel_error(shape, cut) for shape in ((8, 1, 1), (2, 2, 2)) for cut in (False, True)]
+    traces = jitted_step(models, mesh)._cache_size()
+    print(json.dumps({"meshes": results, "lost": lost, "traces": traces, "kernel": kernel}))
 
 
 if __name__ == "__main__":

@@ -113,6 +113,24 @@ def test_nothing_is_transferred_unasked_and_unknown_shapes_are_refused():
         made.round([0], 3, made.knobs())
 
 
+def test_prompts_keep_up_with_drafts(monkeypatch: pytest.MonkeyPatch):
+    """As many chunks a step as a request got tokens in the last round, or slots of ended texts would stand empty."""
+    made, chunks = engine(), []
+    prefill = made.prefill
+    monkeypatch.setattr(made, "prefill", lambda *args: (chunks.append(1), prefill(*args))[1])
+    for policy in ("off", "fixed:4"):
+        server = Server(made, policy, curves(), timeless)
+        texts = [server.submit(Request(p, 8)) for p in prompts(16)]
+        most = 0
+        while not server.idle:
+            chunks.clear()
+            server.step()
+            gained = [round_.accepted + 1 for text in texts for round_ in text.rounds] or [1]
+            assert len(chunks) <= max(gained)
+            most = max(most, len(chunks))
+        assert most == 1 if policy == "off" else most > 1
+
+
 @pytest.mark.slow
 def test_traces_do_not_exceed_buckets():
     """As a plain jit, called over and over while lengths grow, the round is traced once a bucket."""

@@ -55,6 +55,12 @@ def test_gradients_are_exchanged_once_and_not_in_every_chunk_of_blocks(eight: di
 
 @pytest.mark.slow
 @pytest.mark.multidevice
+def test_the_kernel_of_packed_rows_is_the_same_on_a_mesh(eight: dict) -> None:
+    assert max(eight["kernel"]) < 1e-4  # of a sum of 4096 numbers
+
+
+@pytest.mark.slow
+@pytest.mark.multidevice
 def test_the_state_keeps_its_split_and_the_step_is_compiled_once(eight: dict) -> None:
     assert eight["lost"] == [0, 0]
     assert eight["traces"] == 1

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from dspark_jax import hlo
 from dspark_jax.config import ConfigError
-from dspark_jax.slices import CHIPS, flops
+from dspark_jax.slices import CHIPS, bytes_needed, flops
 from train.main import load_config, load_target_shape
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -79,6 +79,20 @@ def test_work_on_a_mesh_is_that_of_all_devices() -> None:
 
     traced = jax.jit(program).trace(jax.ShapeDtypeStruct((8, 16), "float32"), jax.ShapeDtypeStruct((16, 3), "float32"))
     assert flops(traced.jaxpr.jaxpr) == 2 * 8 * 16 * 3
+
+
+@pytest.mark.parametrize(
+    ("message", "gib"),
+    [
+        ("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 20.50G of 15.75G hbm. Exceeded by", 20.5),
+        ("RESOURCE_EXHAUSTED: the total memory required for HLO temporaries (20.50G) exceeds available HBM (", 22.5),
+        ("INTERNAL: Mosaic failed to compile", None),
+    ],
+)
+def test_what_a_refused_program_needs_is_read_off_its_message(message: str, gib: float | None) -> None:
+    """The second kind of message leaves out the arguments, 2 GiB here."""
+    needed = bytes_needed(RuntimeError(message), 2.0 * 2**30)
+    assert needed is None if gib is None else needed == gib * 2**30
 
 
 _MODULE = """HloModule m

@@ -131,7 +131,7 @@ def prove(config: Config, target: TargetConfig, topology: str) -> Proof:
         try:
             compiled = traced.lower().compile()
         except jax.errors.JaxRuntimeError as error:
-            needed = slices.bytes_needed(error)
+            needed = slices.bytes_needed(error, sum(memory.values()))
             if needed is None:
                 raise
             return Proof(chip, mesh.size, memory, needed, work, Traffic({}, 0), time.perf_counter() - begun)
