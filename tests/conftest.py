@@ -10,7 +10,7 @@ from pathlib import Path
 # Read when the libraries are imported, so set first. JAX_PLATFORMS=cuda (or tpu) in the environment wins.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # tests compile far longer than they run
-# XLA's newer code generator for CPU loops takes twice as long. CI's parity tests run with it, as users do.
+# Without optimisations XLA's newer code generator takes twice as long. CI's parity tests run with it, as users do.
 os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false")
 # Programs are kept beside pytest's own cache: workers, subprocesses and the next run share what one has compiled.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "programs"))
