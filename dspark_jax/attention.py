@@ -89,6 +89,22 @@ def own_visible(num_rows: int, num_own: int, rule: Rule, own_limit: jax.Array | 
     return jnp.abs(row_G1 - row_1U) < rule.window if 0 < rule.window < num_rows else None
 
 
+def context_visible(
+    num_rows: int, num_keys: int, limit_BA: jax.Array, start_BA: jax.Array | None, rule: Rule
+) -> jax.Array:
+    """Which context keys t a row g of a draft block sees, [B, A, G, T] or [B, A, 1, T]; see `block_attention`."""
+    key_T = jnp.arange(num_keys)[None, None, None, :]
+    if start_BA is not None:
+        key_T = key_T - start_BA[:, :, None, None]
+    visible_BAGT = key_T < limit_BA[:, :, None, None]
+    if start_BA is not None:
+        visible_BAGT = visible_BAGT & (key_T >= 0)
+    if rule.window:
+        row_BAG1 = (limit_BA[:, :, None] + jnp.arange(num_rows)[None, None, :])[..., None]
+        visible_BAGT = visible_BAGT & (key_T > row_BAG1 - rule.window)
+    return visible_BAGT
+
+
 def block_attention(
     q_BAGNH: jax.Array,
     context_k_BKHT: jax.Array,
@@ -114,15 +130,7 @@ def block_attention(
     block_k_BAGKH, block_v_BAGKH = (x.astype(context_k_BKHT.dtype) for x in (block_k_BAGKH, block_v_BAGKH))
     context = _rows_times(q_BAGKJH.transpose(0, 3, 4, 1, 2, 5), context_k_BKHT)
     own = jnp.einsum("BAGKJH,BAUKH->BKJAGU", q_BAGKJH, block_k_BAGKH, preferred_element_type=jnp.float32)
-    key_T = jnp.arange(num_keys)[None, None, None, :]
-    if start_BA is not None:
-        key_T = key_T - start_BA[:, :, None, None]
-    visible_BAGT = key_T < limit_BA[:, :, None, None]
-    if start_BA is not None:
-        visible_BAGT = visible_BAGT & (key_T >= 0)
-    if rule.window:
-        row_BAG1 = (limit_BA[:, :, None] + jnp.arange(num_rows)[None, None, :])[..., None]
-        visible_BAGT = visible_BAGT & (key_T > row_BAG1 - rule.window)
+    visible_BAGT = context_visible(num_rows, num_keys, limit_BA, start_BA, rule)
     context = jnp.where(visible_BAGT[:, None, None], _score(context, rule, head_dim), _HIDDEN)
     own, visible_GU = _score(own, rule, head_dim), own_visible(num_rows, own.shape[-1], rule, own_limit)
     if visible_GU is not None:

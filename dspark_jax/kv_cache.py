@@ -220,7 +220,8 @@ class DocumentRows(NamedTuple):
 
         Scores are computed again in the backward pass: kept, they would be most of a training step's memory.
         """
-        attend = jax.checkpoint(functools.partial(block_attention, rule=rule))
+        form = tpu_attention.block_attention if platform() == "tpu" else block_attention
+        attend = jax.checkpoint(functools.partial(form, rule=rule))
         context, own = (self.k_BKHT, self.v_BKTH), (k_BAGKH, v_BAGKH)
         return attend(q_BAGNH, *context, *own, limit_BA, start_BA=self.block_start_BA, own_limit=own_limit)
 

@@ -41,15 +41,21 @@ def moved(run: setup.Run, mesh: Any) -> setup.Run:
 
 
 def kernel_error(shape: tuple[int, int, int], cut_rows: bool) -> float:
-    """The TPU kernel of packed rows on a mesh, interpreted, against one device; `cut_rows`: inside `sum_over_rows`."""
+    """The TPU's attention of packed rows and of draft blocks on a mesh, interpreted, against one device; `cut_rows`:
+    inside `sum_over_rows`."""
     rng, mesh = np.random.default_rng(0), sharding.make_mesh(MeshSettings(*shape))
     q, k, v = (jnp.asarray(rng.normal(size=(8, 16, heads, 8)), jnp.float32) for heads in (4, 2, 2))
     start = jnp.asarray(np.where(np.arange(16) < 5, 0, 5)[None].repeat(8, 0), jnp.int32)
 
     def total(whole: Any, rows: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple[()]]:
-        return jnp.sum(jnp.sin(tpu_attention.row_attention(*rows, DEFAULT, interpret=True))), ()
+        q, k, v, start = rows
+        out = tpu_attention.row_attention(q, k, v, start, DEFAULT, interpret=True)
+        own = tuple(x.reshape(-1, 4, 4, *x.shape[2:]) for x in rows[:3])  # four blocks of four
+        context = k.transpose(0, 2, 3, 1), v.swapaxes(1, 2)
+        drafts = tpu_attention.block_attention(own[0], *context, *own[1:], start[:, ::4] + 3, interpret=True)
+        return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.sin(drafts)), ()
 
-    wanted = total((), (q, k, v, start))[0]
+    wanted = jax.jit(total)((), (q, k, v, start))[0]
     with jax.set_mesh(mesh):
         step = functools.partial(sharding.sum_over_rows, total, like=()) if cut_rows else total
         return abs(float(jax.jit(step)((), (q, k, v, start))[0] - wanted))

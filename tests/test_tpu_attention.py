@@ -1,4 +1,4 @@
-"""The TPU's kernel of packed training rows, interpreted: the attention of XLA, values and gradients."""
+"""The TPU's attention of training, interpreted: what XLA's computes, values and gradients."""
 
 from typing import Any
 
@@ -7,10 +7,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dspark_jax.attention import DEFAULT, Rule, causal_attention
-from dspark_jax.tpu_attention import row_attention
+from dspark_jax import attention, tpu_attention
+from dspark_jax.attention import DEFAULT, Rule
 
 STARTS = [0, 70, 131]  # of the documents of a row; the second row has one document
+
+
+def normal(rng: np.random.Generator, *shape: int) -> jax.Array:
+    return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+
+def assert_alike(kernel: Any, xla: Any, arrays: tuple[jax.Array, ...]) -> None:
+    """Values, and the gradients of a weighted sum of them to all arrays."""
+
+    def both(attend: Any) -> Any:
+        with jax.numpy_dtype_promotion("standard"):  # the kernel's own code promotes
+            out, back = jax.vjp(attend, *arrays)
+            return out, back(normal(np.random.default_rng(1), *out.shape))
+
+    for ours, wanted in zip(*(jax.tree.leaves(jax.jit(both, static_argnums=0)(f)) for f in (kernel, xla)), strict=True):
+        np.testing.assert_allclose(ours, wanted, atol=2e-5)
 
 
 @pytest.mark.parametrize(
@@ -22,25 +38,42 @@ STARTS = [0, 70, 131]  # of the documents of a row; the second row has one docum
     ],
     ids=["filled up, window", "whole blocks", "soft cap"],
 )
-def test_the_kernel_attends_as_xla_does(length: int, head_dim: int, rule: Rule) -> None:
-    rng = np.random.default_rng(0)
-    index_S = np.arange(length)
+def test_packed_rows_attend_as_in_xla(length: int, head_dim: int, rule: Rule) -> None:
+    rng, index_S = np.random.default_rng(0), np.arange(length)
     start_BS = np.stack([np.max([np.where(index_S >= s, s, 0) for s in STARTS], axis=0), np.zeros_like(index_S)])
     start_BS, position_BS = (jnp.asarray(x, jnp.int32) for x in (start_BS, index_S[None] - start_BS))
-    rows: Any = [jnp.asarray(rng.normal(size=(2, length, n, head_dim)), jnp.float32) for n in (4, 2, 2)]
-    weight_BSNH = jnp.asarray(rng.normal(size=rows[0].shape), jnp.float32)
 
     def kernel(q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array) -> jax.Array:
-        with jax.numpy_dtype_promotion("standard"):  # the kernel's own code promotes
-            return row_attention(q_BSNH, k_BSKH, v_BSKH, start_BS, rule, interpret=True)
+        return tpu_attention.row_attention(q_BSNH, k_BSKH, v_BSKH, start_BS, rule, interpret=True)
 
     def xla(q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array) -> jax.Array:
         k_BKHT, v_BKTH = k_BSKH.transpose(0, 2, 3, 1), v_BSKH.swapaxes(1, 2)
-        return causal_attention(q_BSNH, k_BKHT, v_BKTH, position_BS, rule, start_BS)
+        return attention.causal_attention(q_BSNH, k_BKHT, v_BKTH, position_BS, rule, start_BS)
 
-    def both(attend: Any) -> Any:
-        (_, out), back = jax.vjp(lambda *rows: (jnp.sum(attend(*rows) * weight_BSNH), attend(*rows)), *rows)
-        return out, back((jnp.float32(1.0), jnp.zeros_like(out)))
+    assert_alike(kernel, xla, tuple(normal(rng, 2, length, heads, head_dim) for heads in (4, 2, 2)))
 
-    for ours, wanted in zip(*(jax.tree.leaves(jax.jit(both, static_argnums=0)(f)) for f in (kernel, xla)), strict=True):
-        np.testing.assert_allclose(ours, wanted, atol=2e-5)
+
+@pytest.mark.parametrize(
+    ("rule", "own"),
+    [
+        (DEFAULT, None),
+        pytest.param(Rule(0.2, softcap=4.0, window=20, causal_block=True), None, marks=pytest.mark.slow),
+        pytest.param(DEFAULT, 2, marks=pytest.mark.slow),
+    ],
+    ids=["whole blocks", "window, soft cap, causal", "a block's newest row"],
+)
+def test_draft_blocks_attend_as_in_xla(rule: Rule, own: int | None) -> None:
+    rng, (batch, blocks, keys, kv_heads, head_dim) = np.random.default_rng(0), (2, 5, 200, 2, 64)
+    rows, own_rows, own_limit = (3, 3, None) if own is None else (1, 4, jnp.int32(own))
+    limit_BA, start_BA = (jnp.asarray(rng.integers(0, most, (batch, blocks)), jnp.int32) for most in (150, 50))
+    limit_BA = limit_BA.at[0, 0].set(0)  # a block without context
+
+    def form(attend: Any, **how: Any) -> Any:
+        return lambda *arrays: attend(*arrays, limit_BA, rule, start_BA, own_limit, **how)
+
+    arrays = (
+        normal(rng, batch, blocks, rows, 2 * kv_heads, head_dim), normal(rng, batch, kv_heads, head_dim, keys),
+        normal(rng, batch, kv_heads, keys, head_dim), normal(rng, batch, blocks, own_rows, kv_heads, head_dim),
+        normal(rng, batch, blocks, own_rows, kv_heads, head_dim),
+    )  # fmt: skip
+    assert_alike(form(tpu_attention.block_attention, interpret=True), form(attention.block_attention), arrays)
