@@ -25,11 +25,15 @@ class Rule(NamedTuple):
     window: int = 0
     causal_block: bool = False
 
+    def scale_of(self, head_dim: int) -> float:
+        """What products of queries and keys are multiplied by."""
+        return head_dim**-0.5 if self.scale is None else self.scale
+
 
 DEFAULT = Rule()
 
 
-def _grouped(q: jax.Array, num_kv_heads: int) -> jax.Array:
+def grouped(q: jax.Array, num_kv_heads: int) -> jax.Array:
     """[..., N, H] -> [..., K, N/K, H]: query head n reads key/value head n // (N/K)."""
     *lead, num_heads, head_dim = q.shape
     return q.reshape(*lead, num_kv_heads, num_heads // num_kv_heads, head_dim)
@@ -45,7 +49,7 @@ def _rows_times(rows_BKXI: jax.Array, table_BKIO: jax.Array) -> jax.Array:
 
 
 def _score(raw: jax.Array, rule: Rule, head_dim: int) -> jax.Array:
-    scores = raw * (head_dim**-0.5 if rule.scale is None else rule.scale)
+    scores = raw * rule.scale_of(head_dim)
     return jnp.tanh(scores / rule.softcap) * rule.softcap if rule.softcap else scores
 
 
@@ -63,7 +67,7 @@ def causal_attention(
     begins at key `start`, its keys are t >= start and positions count from there.
     """
     _, num_kv_heads, head_dim, num_keys = k_BKHT.shape
-    q_BKJSH = _grouped(q_BSNH, num_kv_heads).astype(k_BKHT.dtype).transpose(0, 2, 3, 1, 4)
+    q_BKJSH = grouped(q_BSNH, num_kv_heads).astype(k_BKHT.dtype).transpose(0, 2, 3, 1, 4)
     scores = _rows_times(q_BKJSH, k_BKHT)
     key_T, row_BS1 = jnp.arange(num_keys)[None, None, :], position_BS[:, :, None]
     if start_BS is not None:
@@ -126,7 +130,7 @@ def block_attention(
     """
     _, num_kv_heads, head_dim, num_keys = context_k_BKHT.shape
     num_rows = q_BAGNH.shape[2]
-    q_BAGKJH = _grouped(q_BAGNH, num_kv_heads).astype(context_k_BKHT.dtype)
+    q_BAGKJH = grouped(q_BAGNH, num_kv_heads).astype(context_k_BKHT.dtype)
     block_k_BAGKH, block_v_BAGKH = (x.astype(context_k_BKHT.dtype) for x in (block_k_BAGKH, block_v_BAGKH))
     context = _rows_times(q_BAGKJH.transpose(0, 3, 4, 1, 2, 5), context_k_BKHT)
     own = jnp.einsum("BAGKJH,BAUKH->BKJAGU", q_BAGKJH, block_k_BAGKH, preferred_element_type=jnp.float32)
@@ -200,7 +204,7 @@ def walk_pages(
     """
     keys = jax.eval_shape(read, page_table_RN[:, 0])[0]
     num_rows, (_, num_kv_heads, head_dim, page), dtype = q_RSNH.shape[1], keys.shape, keys.dtype
-    q_RKJSH = _grouped(q_RSNH, num_kv_heads).astype(dtype).transpose(0, 2, 3, 1, 4)
+    q_RKJSH = grouped(q_RSNH, num_kv_heads).astype(dtype).transpose(0, 2, 3, 1, 4)
     shape = q_RKJSH.shape[:-1]
     start = _Running(
         jnp.full(shape, _HIDDEN), jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, head_dim), jnp.float32)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.sharding import PartitionSpec
 
-from dspark_jax.attention import DEFAULT, Rule, context_visible, own_visible
+from dspark_jax.attention import DEFAULT, Rule, context_visible, grouped, own_visible
 from dspark_jax.sharding import ROWS
 
 _LANES = 128  # heads fill whole vector registers, and sequences are cut into blocks of at least so many tokens
@@ -64,7 +64,7 @@ def block_attention(
     (_, num_kv_heads, _, num_keys), num_own = context_k_BKHT.shape, block_k_BAUKH.shape[2]
     group, dtype = num_heads // num_kv_heads, context_k_BKHT.dtype
     # The J query heads of a key/value head are rows of one long sequence: R = J A G.
-    q_BAGKJH = _scaled(q_BAGNH, rule).astype(dtype).reshape(*q_BAGNH.shape[:3], num_kv_heads, group, head_dim)
+    q_BAGKJH = grouped(_scaled(q_BAGNH, rule), num_kv_heads).astype(dtype)
     q_BKRH = q_BAGKJH.transpose(0, 3, 4, 1, 2, 5).reshape(batch, num_kv_heads, -1, head_dim)
 
     def joined(context_BKTH: jax.Array, own_BAUKH: jax.Array) -> jax.Array:
@@ -100,7 +100,7 @@ def block_attention(
 
 def _scaled(q: jax.Array, rule: Rule) -> jax.Array:
     """Queries times the scale of scores, while they are float32 still."""
-    return q * (q.shape[-1] ** -0.5 if rule.scale is None else rule.scale)
+    return q * rule.scale_of(q.shape[-1])
 
 
 def _padded(size: int) -> int:

@@ -73,7 +73,7 @@ class RaggedLayer(NamedTuple):
         out_TNH = _over_heads(
             functools.partial(
                 ragged_paged_attention,
-                sm_scale=head_dim**-0.5 if rule.scale is None else rule.scale,
+                sm_scale=rule.scale_of(head_dim),
                 sliding_window=rule.window or None,
                 soft_cap=rule.softcap or None,
                 num_kv_pages_per_block=min(pack.page_table_RN.shape[1], max(1, _KEYS_PER_BLOCK // page)),

@@ -91,7 +91,7 @@ class Server:
         self.totals = Totals()
         self._under_way: deque[_Ticket] = deque()
         self._last_read = 0.0
-        self._chunks = 1
+        self._chunks = 1  # of prompts, in the next step
 
     def submit(self, request: Request) -> Text:
         """Queues a request; see `Scheduler.submit` for what is refused."""

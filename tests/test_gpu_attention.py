@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo
-from tiny import make_drafter, make_target
+from tiny import make_drafter, make_target, normal
 
 from dspark_jax import Drafter, Target, gpu_attention, kv_cache
 from dspark_jax.attention import DEFAULT, Rule, paged_attention
@@ -18,10 +18,6 @@ LIMIT_RS = {  # keys below it are seen; the last request has no rows, the others
     "packed": np.array([[14, 15, 16, 0], [3, 0, 0, 0], [0, 0, 0, 0]], np.int32),
     "block": np.array([[13] * 4, [5] * 4, [0] * 4], np.int32),
 }
-
-
-def normal(rng: np.random.Generator, *shape: int) -> jax.Array:
-    return jnp.asarray(rng.normal(size=shape), jnp.float32)
 
 
 @pytest.mark.parametrize("rule", [DEFAULT, Rule(0.3, window=3), Rule(window=2, causal_block=True)], ids=str)

@@ -6,15 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import normal
 
 from dspark_jax import attention, tpu_attention
 from dspark_jax.attention import DEFAULT, Rule
 
 STARTS = [0, 70, 131]  # of the documents of a row; the second row has one document
-
-
-def normal(rng: np.random.Generator, *shape: int) -> jax.Array:
-    return jnp.asarray(rng.normal(size=shape), jnp.float32)
 
 
 def assert_alike(kernel: Any, xla: Any, arrays: tuple[jax.Array, ...]) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import ragged_reference
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention.kernel import ref_ragged_paged_attention
+from tiny import normal
 
 from dspark_jax import ConfigError, kv_cache, tpu_cache
 from dspark_jax.attention import DEFAULT, Rule
@@ -47,10 +48,6 @@ def both_caches(head_dim: int, counts: tuple[int, ...]) -> tuple[PagedLayer, Rag
     pages = kv_cache.empty_pages(PAGES, KV_HEADS, PAGE, head_dim, jnp.dtype(jnp.float32))
     combined = jnp.zeros((PAGES, PAGE, 2 * KV_HEADS, width))
     return PagedLayer(*pages, packing(counts)), RaggedLayer(combined, packing(counts))
-
-
-def normal(rng: np.random.Generator, *shape: int) -> jax.Array:
-    return jnp.asarray(rng.normal(size=shape), jnp.float32)
 
 
 @pytest.mark.parametrize(

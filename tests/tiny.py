@@ -169,6 +169,10 @@ def random_tokens(seed: int, *shape: int, vocab_size: int = TARGET.vocab_size) -
     return np.random.default_rng(seed).integers(0, vocab_size, shape).astype(np.int32)
 
 
+def normal(rng: np.random.Generator, *shape: int) -> jax.Array:
+    return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+
 def timeless() -> float:
     """A clock under which no round takes any time: a policy then goes by the curves that a test made up."""
     return 0.0
