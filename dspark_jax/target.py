@@ -99,7 +99,7 @@ class TargetModel(nn.Module):
         x_BSD = layers.scaled_embedding(table_VD, tokens_BS, c.embed_scale)
         tapped = {-1: x_BSD}
         new_caches: list[Cache] = []
-        block = GemmaBlock if c.gemma else Block
+        block = nn.jit(GemmaBlock if c.gemma else Block)  # layers alike are traced and lowered once
         for i in range(c.num_layers):
             x_BSD, cache = block(c, c.layer(i), name=f"layers_{i}")(
                 x_BSD, position_BS, None if caches is None else caches[i]
