@@ -203,7 +203,7 @@ class TrainSettings:
     start_from: str = ""
     """Folder of a drafter whose weights and draft vocabulary a new run starts with; empty: fresh weights."""
     recount_vocabulary: bool = False
-    """With start_from: draft over the commonest ids of this run's answers; those new to the drafter start unbiased."""
+    """With start_from: draft over the drafter's ids and the commonest of this run's; new ones start unbiased."""
     markov_init: Literal["random", "corpus"] = "random"
     """What W1 and W2 of the sequential head begin as: random, or the bigrams of the training answers."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"

@@ -316,6 +316,10 @@ def test_the_draft_vocabulary_is_the_most_frequent_supervised_ids(tmp_path: Path
     with pytest.raises(ConfigError, match="draft_vocab_size = 1"):
         data.draft_vocabulary(loaded, 1, VOCAB, always=(END, 256))
     assert c in data.draft_vocabulary(loaded, 5, VOCAB, always=(END, 256))
+    # Frequent in an earlier run counts for more than once in this one, and for less than five times.
+    y, z = TOKENIZER.encode("yz")
+    again = data.draft_vocabulary(loaded, 6, VOCAB, always=(END, 256), known=np.array([y, z]))
+    assert again.tolist() == sorted([a, b, y, z, END, 256])
 
 
 def test_the_fingerprint_sees_records_order_and_settings(records: list) -> None:

@@ -133,8 +133,13 @@ def padding(made: Sequence[Group]) -> tuple[float, float]:
     return 1 - tokens / room, 1 - anchors / slots
 
 
-def draft_vocabulary(records: Sequence[Record], size: int, vocab_size: int, always: Iterable[int]) -> np.ndarray:
-    """The `size` most frequent ids of the supervised tokens, ascending, with `always` among them."""
+def draft_vocabulary(
+    records: Sequence[Record], size: int, vocab_size: int, always: Iterable[int], known: np.ndarray | None = None
+) -> np.ndarray:
+    """The `size` most frequent ids of the supervised tokens, ascending, with `always` among them.
+
+    An id of `known`, the vocabulary of an earlier run, counts two more: it was frequent in answers that are not here.
+    """
     forced = np.unique(np.fromiter(always, np.int64))
     if not len(forced) <= size <= vocab_size:
         raise ConfigError(
@@ -143,6 +148,8 @@ def draft_vocabulary(records: Sequence[Record], size: int, vocab_size: int, alwa
     counts = np.zeros(vocab_size, np.int64)
     for record in records:
         counts += np.bincount(record.tokens[record.supervised], minlength=vocab_size)
+    if known is not None:
+        counts[known] += 2
     counts[forced] = counts.max() + 1
     return np.sort(np.argsort(-counts, kind="stable")[:size]).astype(np.int32)
 

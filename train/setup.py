@@ -136,18 +136,22 @@ def build(config: Config, draft_vocabulary: list[int] | None) -> Run:
     check_writable(native_format(drafter), drafter)
     conversations = load_conversations(config.data, target.tokenizer, shape.vocab_size, hosts.tokenising())
     train, held_out = data.split(conversations.records, config.data.validation_fraction)
-    start_params, chosen, counted = None, None, None
-    if drafter.draft_vocab_size:
+    start_params, chosen = None, None
+
+    def counted(known: np.ndarray | None = None) -> np.ndarray:
         always = {*shape.eos_token_ids, *target.tokenizer.special_ids}
-        counted = data.draft_vocabulary(train, drafter.draft_vocab_size, shape.vocab_size, always)
+        return data.draft_vocabulary(train, drafter.draft_vocab_size, shape.vocab_size, always, known)
+
     if draft_vocabulary is not None:
         chosen = np.asarray(draft_vocabulary, np.int32)
     elif config.train.start_from:
-        start_params, chosen = _start(config.train, drafter, target)
-        if config.train.recount_vocabulary and chosen is not None and counted is not None:
-            start_params, chosen = _recounted(start_params, chosen, counted), counted
-    else:
-        chosen = counted
+        start_params, old = _start(config.train, drafter, target)
+        chosen = old
+        if config.train.recount_vocabulary and old is not None:
+            chosen = counted(old)
+            start_params = _recounted(start_params, old, chosen)
+    elif drafter.draft_vocab_size:
+        chosen = counted()
     target = dataclasses.replace(target, params=sharding.place(target.params, sharding.shardings(target.params, mesh)))
     frozen = _frozen(target.params, chosen, mesh)
     target_to_draft = None
