@@ -14,7 +14,7 @@ def integers(seed: int, *shape: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("rows", [1, 3, 17, 32, 64, 75, 320])
+@pytest.mark.parametrize("rows", [1, 3, 6, 17, 32, 64, 75, 320])
 @pytest.mark.parametrize("outputs", [5, 24, 128])
 def test_values_and_gradients_are_those_of_the_product(dtype: jnp.dtype, rows: int, outputs: int):
     x, w, of = integers(0, rows, 12), integers(1, outputs, 12), integers(2, rows, outputs)
