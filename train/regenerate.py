@@ -91,8 +91,11 @@ def run(args: Args, target: Target) -> dict[str, int]:
         task = progress.add_task("", total=len(todo), note="")
         window = args.batch_size * 8
         for start in range(0, len(todo), window):
-            # Sorting within a window saves padding and leaves the order of the file nearly as it was.
-            part = sorted(todo[start : start + window], key=lambda item: len(item[1]))
+            # Sorting within a window leaves the order of the file nearly as it was: batches of like length have little
+            # padding, and greedy ones need no sampling law.
+            part = sorted(
+                todo[start : start + window], key=lambda item: (_sampling(args, item[0]).temperature, len(item[1]))
+            )
             for first in range(0, len(part), args.batch_size):
                 batch = part[first : first + args.batch_size]
                 params = [_sampling(args, number) for number, _ in batch]
