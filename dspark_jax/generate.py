@@ -26,7 +26,6 @@ from dspark_jax.target import Target
 GREEDY = SamplingParams(temperature=0.0)
 Verifier = Literal["token", "block"]
 Params = dict[str, Any]
-_FEWEST_ROWS = 8  # a batch of twice as many or more is halved once half of its texts have ended
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,13 +181,6 @@ def _draft_round(
     return state, _RoundOutput(sample.tokens_RG, verdict.accepted_R, verdict.next_token_R, proposal.confidence_RG)
 
 
-@jax.jit
-def _take(state: _State, index_R: jax.Array) -> _State:
-    """The rows of some requests."""
-    taken = jax.tree.map(lambda x_R: x_R[index_R], state._replace(round_=jnp.zeros_like(state.length_R)))
-    return taken._replace(round_=state.round_)
-
-
 def bucket(size: int, smallest: int) -> int:
     """The next size of the ladder smallest * (1, 1.5, 2, 3, 4, 6, ...): few shapes to compile, under a third wasted."""
     step = smallest
@@ -268,16 +260,14 @@ def _decode(
 
     texts: list[list[int]] = [[] for _ in prompts]
     rounds: list[list[Round]] = [[] for _ in prompts]
-    text_R = np.arange(batch)  # whose row it is
-    active_R = text_R < len(prompts)
+    active_R = np.arange(batch) < len(prompts)
 
     def emit(row: int, new_tokens: list[int]) -> None:
-        text = texts[text_R[row]]
-        room = max_new_tokens - len(text)
+        room = max_new_tokens - len(texts[row])
         ends = [i for i, token in enumerate(new_tokens[:room]) if token in eos]
         new_tokens = new_tokens[: ends[0] + 1] if ends else new_tokens[:room]
-        text.extend(new_tokens)
-        if ends or len(text) >= max_new_tokens:
+        texts[row].extend(new_tokens)
+        if ends or len(texts[row]) >= max_new_tokens:
             active_R[row] = False
         if on_progress:
             on_progress(len(new_tokens))
@@ -286,19 +276,13 @@ def _decode(
         emit(row, [token])
     step = _draft_round if models.drafter else _plain_round
     while active_R.any():
-        half = len(active_R) // 2
-        if half >= _FEWEST_ROWS and active_R.sum() <= half:
-            index_R = np.resize(np.flatnonzero(active_R), half)
-            active_R = np.arange(half) < active_R.sum()
-            text_R, key_R, rows = text_R[index_R], key_R[index_R], SamplingRows(*(np.asarray(x)[index_R] for x in rows))
-            state = _take(state, index_R)
         state, output = step(models, weights, state, active_R.copy(), key_R, rows)
         drafts, accepted, next_tokens, confidence = jax.device_get(output)
         for row in np.flatnonzero(active_R).tolist():
             draft = drafts[row].tolist()
             if models.drafter:
                 logits = None if confidence is None else confidence[row].tolist()
-                rounds[text_R[row]].append(Round(draft, int(accepted[row]), logits))
+                rounds[row].append(Round(draft, int(accepted[row]), logits))
             emit(row, [*draft[: accepted[row]], int(next_tokens[row])])
     return [Generation(text, row_rounds) for text, row_rounds in zip(texts, rounds, strict=True)]
 

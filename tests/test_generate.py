@@ -96,20 +96,6 @@ def test_a_text_depends_neither_on_its_neighbours_nor_on_the_batch_size(sampled)
         assert alone[0].tokens == generate(TARGET, GOOD, prompts, NEW, params, seed=5)[0].tokens
 
 
-def test_a_batch_is_halved_as_its_texts_end_and_every_text_stays_its_own(monkeypatch):
-    """Texts of 1 to 12 tokens in a batch of 32 rows, by a stop id of each length."""
-    alone = tokens_of(generate(TARGET, GOOD, PROMPTS, 12, MIXED, seed=5, batch_size=1))
-    stop = alone[1][3]
-    ended = [text[: text.index(stop) + 1] if stop in text else text for text in alone]
-    taken = []
-    take = module._take
-    monkeypatch.setattr(module, "_take", lambda state, index_R: (taken.append(len(index_R)), take(state, index_R))[1])
-    monkeypatch.setattr(module, "_FEWEST_ROWS", 2)
-    assert tokens_of(generate(TARGET, GOOD, PROMPTS, 12, MIXED, seed=5, eos_token_ids=(stop,))) == ended
-    assert taken == sorted(taken, reverse=True)
-    assert len(set(map(len, ended))) > 1 and 4 in taken
-
-
 def test_greedy_texts_follow_their_prompts_in_any_order(plain):
     order = np.random.default_rng(0).permutation(len(PROMPTS)).tolist()
     shuffled = tokens_of(generate(TARGET, GOOD, [PROMPTS[i] for i in order], NEW))
