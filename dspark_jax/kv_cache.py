@@ -25,6 +25,8 @@ from dspark_jax.attention import DEFAULT, Rule, block_attention, causal_attentio
 
 # A packed row attends in at most so many pieces, of no fewer queries than that.
 _PIECES, _QUERIES = 8, 256
+# Fetching a request's pages once costs a CPU what attention of so many rows over them does (SmolLM2, float32, traced).
+_FETCH = 1.4
 
 
 class LayerCache(NamedTuple):
@@ -88,6 +90,47 @@ class Packing(NamedTuple):
         """One token a request, in order."""
         return self._replace(row_T=jnp.arange(self.page_table_RN.shape[0], dtype=jnp.int32))
 
+    def pieces(self, num_tokens: int) -> "Pieces":
+        """The packed rows in pieces of one request each: few of W rows, however long the longest request may be."""
+        num_requests, num_rows = self.index_RS.shape
+        width, count = _piece_shape(num_requests, num_rows, num_tokens)
+        count_R = jnp.sum(self.index_RS < num_tokens, axis=1, dtype=jnp.int32)
+        pieces_R = -(-count_R // width)
+        end_R = jnp.cumsum(pieces_R)
+        piece_C = jnp.arange(count, dtype=jnp.int32)
+        owner_C = jnp.minimum(jnp.sum(piece_C[:, None] >= end_R[None, :], axis=1), num_requests - 1)
+        first_C = (piece_C - (end_R - pieces_R)[owner_C]) * width
+        place_CW = first_C[:, None] + jnp.arange(width, dtype=jnp.int32)[None, :]
+        # Pieces behind the last one seem to continue the last request, past its end.
+        there_CW = place_CW < count_R[owner_C][:, None]
+        index_CW = jnp.where(there_CW, self.index_RS[owner_C[:, None], jnp.minimum(place_CW, num_rows - 1)], num_tokens)
+        row_T = jnp.minimum(self.row_T, num_requests - 1)
+        piece_T = jnp.minimum((end_R - pieces_R)[row_T] + self.place_T // width, count - 1)
+        return Pieces(index_CW, self.page_table_RN[owner_C], piece_T, self.place_T % width)
+
+
+class Pieces(NamedTuple):
+    """C pieces of at most W rows: packed index (T where there is none), pages, and the place of each packed token."""
+
+    index_CW: jax.Array
+    page_table_CN: jax.Array
+    piece_T: jax.Array
+    column_T: jax.Array
+
+
+def _piece_shape(num_requests: int, num_rows: int, num_tokens: int) -> tuple[int, int]:
+    """Width and number of the pieces that hold any T rows of R requests with at most S rows each, at the least cost. A
+    GPU has rows to spare: one piece a request."""
+    if platform() == "gpu":
+        return num_rows, num_requests
+
+    def count(width: int) -> int:
+        each_padded = (num_tokens + (width - 1) * num_requests) // width
+        return max(1, min(num_requests * -(-num_rows // width), each_padded))
+
+    width = min(range(1, num_rows + 1), key=lambda width: count(width) * (width + _FETCH))
+    return width, count(width)
+
 
 class PagedLayer(NamedTuple):
     """One layer's pages and the packing of this round. Model inputs are [1, T, ...]; blocks are [R, 1, G, ...].
@@ -131,14 +174,15 @@ class PagedLayer(NamedTuple):
         return k_1RKH.swapaxes(0, 1), v_1RKH.swapaxes(0, 1)
 
     def attend(self, q_1TNH: jax.Array, position_1T: jax.Array, rule: Rule = DEFAULT) -> jax.Array:
-        """Packed rows over their own requests. Attention runs on the rectangle [R, S]: it is the small part, and a
-        gather there is cheaper than a copy of each request's keys for each of its tokens."""
-        pack, num_tokens = self.packing, position_1T.shape[1]
-        there_RS = pack.index_RS < num_tokens
-        index_RS = jnp.where(there_RS, pack.index_RS, 0)
-        limit_RS = jnp.where(there_RS, position_1T[0][index_RS] + 1, 0)
-        out_RSNH = self._attend(q_1TNH[0][index_RS], limit_RS, None, rule)
-        return out_RSNH[jnp.minimum(pack.row_T, index_RS.shape[0] - 1), pack.place_T][None]
+        """Packed rows over their own requests, in pieces, so that attention shrinks with the packed tokens."""
+        num_tokens = position_1T.shape[1]
+        index_CW, page_table_CN, piece_T, column_T = self.packing.pieces(num_tokens)
+        there_CW = index_CW < num_tokens
+        index_CW = jnp.where(there_CW, index_CW, 0)
+        limit_CW = jnp.where(there_CW, position_1T[0][index_CW] + 1, 0)
+        pieces = self._replace(packing=self.packing._replace(page_table_RN=page_table_CN))
+        out_CWNH = pieces._attend(q_1TNH[0][index_CW], limit_CW, None, rule)
+        return out_CWNH[piece_T, column_T][None]
 
     def attend_block(
         self, q_R1GNH: jax.Array, k_R1GKH: jax.Array, v_R1GKH: jax.Array, limit_R1: jax.Array, rule: Rule = DEFAULT,

@@ -88,6 +88,28 @@ def test_both_paged_caches_attend_alike(monkeypatch: pytest.MonkeyPatch, kernel:
     np.testing.assert_allclose(got, wanted, atol=1e-5)
 
 
+def test_pieces_hold_every_packed_row_once_whatever_the_lengths_are():
+    """And they are never more rows than the rectangle of requests by rows."""
+    rng = np.random.default_rng(2)
+    for requests, rows, tokens in ((1, 6, 4), (3, 6, 11), (8, 6, 16), (8, 16, 32), (4, 1, 4), (1, 64, 64), (5, 6, 30)):
+        table = rng.integers(0, 99, (requests, 2))
+        for _ in range(20):
+            counts, most = np.zeros(requests, np.int64), min(tokens, requests * rows)
+            for _ in range(rng.integers(0, most + 1)):
+                counts[rng.choice(np.flatnonzero(counts < rows))] += 1
+            start, place = np.cumsum(counts) - counts, np.arange(rows)
+            index_RS = np.where(place < counts[:, None], start[:, None] + place, tokens)
+            row_T = np.repeat(np.arange(requests + 1), [*counts, tokens - counts.sum()])
+            place_T = np.concatenate([*map(np.arange, counts), np.zeros(tokens - counts.sum(), np.int64)])
+            given = (jnp.asarray(x, jnp.int32) for x in (row_T, place_T, index_RS, table))
+            pieces = Packing(*given).pieces(tokens)
+            index_CW, known = np.asarray(pieces.index_CW), np.arange(counts.sum())
+            assert sorted(index_CW[index_CW < tokens]) == known.tolist()
+            np.testing.assert_array_equal(index_CW[pieces.piece_T, pieces.column_T][known], known)
+            np.testing.assert_array_equal(pieces.page_table_CN[pieces.piece_T[known]], table[row_T[known]])
+            assert index_CW.size <= requests * rows
+
+
 def test_both_paged_caches_give_back_what_was_written():
     """Each packed token's own row, that of the position before it, and one row a request."""
     rng, counts = np.random.default_rng(1), (5, 2, 1)
