@@ -59,11 +59,12 @@ def models(dtype: str) -> tuple[Target, Drafter]:
 
 @pytest.mark.parametrize("key", [("plain", 2), ("round", 2, 4), ("prefill", 16)], ids=str)
 def test_programs_lowered_for_a_gpu_ask_for_cudnn(monkeypatch: pytest.MonkeyPatch, key: tuple):
-    """Lowered, not compiled: no GPU is needed, only to tell jax that there is a cuDNN."""
+    """Lowered, not compiled: no GPU is needed, only to tell jax that there is a cuDNN. The target's layers are alike
+    and so lowered once, the drafter's two each for itself."""
     monkeypatch.setattr(kv_cache, "platform", lambda: "gpu")
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
     config = EngineConfig(2, (2,), max_context=32, page_size=16, prefill_lengths=(16,))
-    for dtype, calls in [("bfloat16", 2 + 2 * (key[0] == "round")), ("float32", 0)][: 1 + (key[0] == "plain")]:
+    for dtype, calls in [("bfloat16", 1 + 2 * (key[0] == "round")), ("float32", 0)][: 1 + (key[0] == "plain")]:
         engine = Engine(*models(dtype), config)
         traced = trace(engine.models, config, key, engine.weights, engine.state, None)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
