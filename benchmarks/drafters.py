@@ -20,7 +20,7 @@ import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tyro
 from rich.console import Console
@@ -55,6 +55,8 @@ class Args:
     """Of each training, 0: those of the config. Drafters of one workdir must agree."""
     batch_size: int = 0
     """Rows a step, 0: as the config."""
+    dtype: Literal["", "float32", "bfloat16"] = ""
+    """Of target, training and decoding, empty: as the config. A CPU without matrix units is far faster in float32."""
     seeds: tuple[int, ...] = (1,)
     """Each drafter is trained once with each."""
     prompts: tuple[Path, ...] = ()
@@ -97,10 +99,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _compare(args: Args, command: str, console: Console) -> bool:
     """Trains and measures; False when a signal stopped it."""
     common, runs = load_config(args.config), _runs(args)
+    where = next(iter(runs.values())).target
     args.workdir.mkdir(parents=True, exist_ok=True)
     out = args.json or args.workdir / "results.json"
     report.check_writable(out)
-    target = tiny_target() if common.target.path == TINY else load_target(common.target.path, common.target.dtype)
+    target = tiny_target() if where.path == TINY else load_target(where.path, where.dtype)
     longest = min(LONGEST_PROMPT, target.config.max_length - args.tokens)
     sets = list(encode_sets(target, _prompts(args.prompts), args.limit, longest, args.tokens).values())
     budget = drafters_train.make_budget(next(iter(runs.values())), target)
@@ -150,10 +153,11 @@ def _runs(args: Args) -> dict[tuple[str, int], Config]:
             config = known[name]
             train = dataclasses.replace(
                 config.train, seed=seed, max_steps=args.steps or config.train.max_steps,
-                batch_size=args.batch_size or config.train.batch_size,
+                batch_size=args.batch_size or config.train.batch_size, dtype=args.dtype or config.train.dtype,
             )  # fmt: skip
+            target = dataclasses.replace(config.target, dtype=args.dtype or config.target.dtype)
             data = dataclasses.replace(config.data, paths=args.data or config.data.paths, features=args.features)
-            runs[name, seed] = dataclasses.replace(config, train=train, data=data)
+            runs[name, seed] = dataclasses.replace(config, target=target, train=train, data=data)
     return runs
 
 

@@ -165,6 +165,14 @@ def test_a_run_goes_on_and_a_finished_one_is_left_alone(
         trained(other)
 
 
+def test_one_dtype_is_given_to_target_and_training() -> None:
+    def dtypes(dtype: Any) -> set[tuple[str, str]]:
+        runs = drafters._runs(drafters.Args(config=COMPARISON, dtype=dtype))
+        return {(config.target.dtype, config.train.dtype) for config in runs.values()}
+
+    assert dtypes("") == {("bfloat16", "bfloat16")} and dtypes("float32") == {("float32", "float32")}
+
+
 def test_the_command_keeps_no_place_on_this_machine() -> None:
     words = ["--data", "/home/me/answers.jsonl", "--prompts", "../shared/eval", "--config", "configs/x.py"]
     assert drafters._command(words) == (
