@@ -23,8 +23,8 @@ import jax.numpy as jnp
 from dspark_jax import gpu_attention, tpu_attention
 from dspark_jax.attention import DEFAULT, Rule, block_attention, causal_attention, paged_attention
 
-# A packed row attends in at most so many pieces, of no fewer queries than that.
-_PIECES, _QUERIES = 8, 256
+# A row of documents attends in at most so many parts, of no fewer queries than that.
+_PARTS, _QUERIES = 8, 256
 # Fetching a request's pages once costs a CPU what attention of so many rows over them does (SmolLM2, float32, traced).
 _FETCH = 1.4
 
@@ -126,7 +126,7 @@ def _piece_shape(num_requests: int, num_rows: int, num_tokens: int) -> tuple[int
 
     def count(width: int) -> int:
         each_padded = (num_tokens + (width - 1) * num_requests) // width
-        return max(1, min(num_requests * -(-num_rows // width), each_padded))
+        return min(num_requests * -(-num_rows // width), each_padded)
 
     width = min(range(1, num_rows + 1), key=lambda width: count(width) * (width + _FETCH))
     return width, count(width)
@@ -238,18 +238,18 @@ class DocumentRows(NamedTuple):
         return self._replace(block_start_BA=start_BA)
 
     def attend(self, q_BSNH: jax.Array, position_BS: jax.Array, rule: Rule = DEFAULT) -> jax.Array:
-        """Each token over its own document, [B, S, N, H] float32; a piece of the row at a time, over the keys up to the
-        piece's end: no [S, S] array of scores exists, and most of what lies ahead of a token is never computed. In a
+        """Each token over its own document, [B, S, N, H] float32; a part of the row at a time, over the keys up to the
+        part's end: no [S, S] array of scores exists, and most of what lies ahead of a token is never computed. In a
         backward pass scores are computed again, as those of `attend_block`. On TPUs one kernel does all of this."""
         if platform() == "tpu":
             k_BSKH, v_BSKH = self.k_BKHT.transpose(0, 3, 1, 2), self.v_BKTH.swapaxes(1, 2)
             return tpu_attention.row_attention(q_BSNH, k_BSKH, v_BSKH, self.start_BS, rule)
         length = q_BSNH.shape[1]
-        piece = max(_QUERIES, -(-length // _PIECES))
+        part = max(_QUERIES, -(-length // _PARTS))
         attend = jax.checkpoint(functools.partial(causal_attention, rule=rule))
         out = []
-        for begin in range(0, length, piece):
-            end = min(begin + piece, length)
+        for begin in range(0, length, part):
+            end = min(begin + part, length)
             own = (x[:, begin:end] for x in (q_BSNH, position_BS, self.start_BS))
             q_BQNH, position_BQ, start_BQ = own
             keys, values = self.k_BKHT[..., :end], self.v_BKTH[:, :, :end]

@@ -69,7 +69,7 @@ def test_many_queries_are_worked_off_in_parts_with_the_same_result(monkeypatch: 
     for rule in (Rule(), Rule(window=5)):
         whole = rows.attend(q, position, rule)
         with monkeypatch.context() as patch:
-            patch.setattr(kv_cache, "_QUERIES", 7)  # the last piece is shorter
+            patch.setattr(kv_cache, "_QUERIES", 7)  # the last part is shorter
             np.testing.assert_allclose(rows.attend(q, position, rule), whole, rtol=1e-6, atol=1e-6)
 
 
