@@ -50,13 +50,14 @@ class LossConfig:
     has 4. With `dpace` = a > 0 the weights come from the drafter itself instead (D-PACE): slot k weighs the expected
     number of slots from k on that survive, each surviving with (1 - a) q(label) + a, and blocks are what the sum is
     divided by. `tv` multiplies the L1 distance sum_v |q - p| (twice the total
-    variation), as in the reference; `ce` the cross-entropy to the label; `confidence` the binary cross-entropy
-    of the confidence logit to the analytic acceptance 1 - TV(p, q). `soft_until` > 0 opens a run with the soft
-    cross-entropy to the target's law, which gives way linearly to ce and tv over that fraction of the steps.
-    `base_until` > 0 opens it with ce and tv of the parallel logits, before the sequential head, which give way to the
-    final ones in the same manner (Domino). `base_ce` adds the cross-entropy of the parallel logits for the whole run,
-    as DFlash 2 needs, whose candidates they rank: its public trainers use ce 1, tv 0, base_ce 1. `detach_confidence`:
-    the confidence term trains its head only.
+    variation), as in the reference; `ce` the cross-entropy to the label; `soft` that to the target's law, which is
+    EAGLE-3's own objective (ce 0, tv 0, soft 1, decay 4.48: a weight of 0.8 a step); `confidence` the binary
+    cross-entropy of the confidence logit to the analytic acceptance 1 - TV(p, q). `soft_until` > 0 opens a run with
+    the soft cross-entropy to the target's law, which gives way linearly to the other terms over that fraction of the
+    steps. `base_until` > 0 opens it with these terms of the parallel logits, before the sequential head, which give way
+    to the final ones in the same manner (Domino). `base_ce` adds the cross-entropy of the parallel logits for the whole
+    run, as DFlash 2 needs, whose candidates they rank: its public trainers use ce 1, tv 0, base_ce 1.
+    `detach_confidence`: the confidence term trains its head only.
     """
 
     ce: float = 0.1
@@ -68,12 +69,13 @@ class LossConfig:
     base_until: float = 0.0
     detach_confidence: bool = False
     base_ce: float = 0.0
+    soft: float = 0.0
 
     def __post_init__(self) -> None:
         for field in ("soft_until", "base_until"):
             value = getattr(self, field)
             require(0 <= value <= 1, f"loss {field} = {value}: expected a fraction of the run")
-        for field in ("ce", "tv", "confidence", "base_ce"):
+        for field in ("ce", "tv", "soft", "confidence", "base_ce"):
             require(getattr(self, field) >= 0, f"loss {field} = {getattr(self, field)}: expected 0 or more")
         require(self.decay >= 0, f"loss decay = {self.decay}: expected a number of slots, or 0 for the block size")
         require(0 <= self.dpace < 1, f"loss dpace = {self.dpace}: expected 0 (off) or a number below 1")
@@ -89,9 +91,10 @@ class DraftSettings:
     `train.start_from` names.
 
     `target_layer_ids` empty picks `num_taps` layers by the paper's even spacing. `d_ff` 0 is the target's.
-    `draft_vocab_size` > 0 drafts over that many ids, the most frequent of the training answers. `window` > 0 is the
-    sliding window of every draft layer, which inside a block reaches both ways. Each algorithm has settings of its own,
-    which the others do not read: DSpark those of its Markov head (fields of DrafterConfig; a size of 0 is what is usual
+    `draft_vocab_size` > 0 drafts over that many ids, the most frequent of the training answers. `layer_windows` and
+    `layer_causal` are those of DrafterConfig: a sliding window for each draft layer, which inside a block reaches both
+    ways, and the layers whose rows see none behind them. Each algorithm has settings of its own, which the others
+    refuse: DSpark those of its Markov head (fields of DrafterConfig; a size of 0 is what is usual
     for the head's type, and `pure_draft_prefix_len` None is 1 for a domino head), DFlash 2 those of convolution and
     selector.
     """
@@ -116,7 +119,8 @@ class DraftSettings:
     hash_rows: int = 0
     pure_draft_prefix_len: int | None = None
     algorithm: AlgorithmName = "dspark"
-    window: int = 0
+    layer_windows: tuple[int, ...] = ()
+    layer_causal: tuple[bool, ...] = ()
     conv_group_size: int = 16
     selector_rank: int = 256
     selector_top_k: int = 16
@@ -290,8 +294,8 @@ def drafter_config(settings: DraftSettings, target: TargetConfig) -> DrafterConf
         f"draft mask_token_id = {settings.mask_token_id} ends a text: choose an id that no text contains",
     )
     ids = settings.target_layer_ids or evenly_spaced_layers(target.num_layers, settings.num_taps)
-    if settings.algorithm in ("eagle3", "mtp", "lm"):
-        settings, ids = _chain_settings(settings), () if settings.algorithm == "mtp" else ids
+    settings = _only_own(settings)
+    ids = () if settings.algorithm == "mtp" else ids
     if settings.algorithm == "lm":
         sizes = {"num_layers": settings.num_layers, "d_ff": settings.d_ff or target.d_ff, "layer_windows": ()}
         whole = dataclasses.replace(target, **sizes)
@@ -315,7 +319,8 @@ def drafter_config(settings: DraftSettings, target: TargetConfig) -> DrafterConf
         layout=settings.layout,
         confidence_head=settings.confidence_head,
         draft_vocab_size=settings.draft_vocab_size,
-        layer_windows=(settings.window,) * settings.num_layers if settings.window else (),
+        layer_windows=settings.layer_windows,
+        layer_causal=settings.layer_causal,
         embed_scale=target.embed_scale,
         logit_softcap=target.logit_softcap,
         **_own_fields(settings),
@@ -337,24 +342,41 @@ def _own_fields(settings: DraftSettings) -> dict[str, Any]:
                 "pure_draft_prefix_len": int(kind == "domino") if prefix is None else prefix,
             }
         case "dflash2":
-            names = ("conv_group_size", "selector_rank", "selector_top_k", "selector_tied")
-            return {name: getattr(settings, name) for name in names}
+            return {name: getattr(settings, name) for name in _SELECTOR}
         case "eagle3" | "mtp":
             return {}
     return {}  # of no algorithm: DrafterConfig says so
 
 
-def _chain_settings(settings: DraftSettings) -> DraftSettings:
-    """Settings as drafters that draft token by token have them. What they do not use may stand as it is by default or
-    as they have it; raises ConfigError for anything else, by name."""
-    own = {"layout": "anchor_first", "markov_rank": 0, "confidence_with_markov": False}
-    own |= {"draft_vocab_size": 0, "window": 0} if settings.algorithm == "lm" else {"num_layers": 1}
-    if settings.algorithm in ("mtp", "lm"):
-        own |= {"num_taps": 0, "target_layer_ids": ()}
-    for field, value in own.items():
+# What an algorithm that does not read a setting has in its place: of the Markov head, and of DFlash 2.
+_NO_MARKOV = {"markov_rank": 0, "confidence_with_markov": False} | {
+    name: getattr(DraftSettings, name)
+    for name in ("markov_head_type", "markov_tied", *SIZE_FIELDS, "pure_draft_prefix_len")
+}
+_SELECTOR = ("conv_group_size", "selector_rank", "selector_top_k", "selector_tied")
+_NO_SELECTOR = {name: getattr(DraftSettings, name) for name in _SELECTOR}
+
+
+def _only_own(settings: DraftSettings) -> DraftSettings:
+    """The settings with what the algorithm does not use as it has it. It may stand so already, or as it is by default;
+    raises ConfigError for anything else, by name."""
+    kind, unused = settings.algorithm, {}
+    if kind != "dspark":
+        unused |= _NO_MARKOV
+    if kind != "dflash2":
+        unused |= _NO_SELECTOR
+    if kind in ("eagle3", "mtp", "lm"):
+        unused |= {"layout": "anchor_first", "mask_token_id": -1}
+    if kind in ("eagle3", "mtp"):
+        unused |= {"num_layers": 1}
+    if kind in ("mtp", "lm"):
+        unused |= {"num_taps": 0, "target_layer_ids": ()}
+    if kind == "lm":
+        unused |= {"draft_vocab_size": 0, "layer_windows": (), "layer_causal": ()}
+    for field, value in unused.items():
         found = getattr(settings, field)
         require(
             found in (value, getattr(DraftSettings, field)),
-            f"draft {field} = {found!r}: {settings.algorithm} drafters have {value!r}; leave it out",
+            f"draft {field} = {found!r}: {kind} drafters have {value!r}; leave it out",
         )
-    return dataclasses.replace(settings, mask_token_id=-1, **own)
+    return dataclasses.replace(settings, **unused)

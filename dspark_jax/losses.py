@@ -169,7 +169,8 @@ def loss_sums(terms_BAG: SlotTerms, mask_BAG: jax.Array, config: LossConfig) -> 
 def numerator(terms: SlotTerms, config: LossConfig, shares: Shares) -> jax.Array:
     """The loss before its division. It is linear in the terms: sums of it over parts of a batch, and gradients of
     those sums, are divided by the weight of the whole batch."""
-    hard, base = config.ce * terms.ce + config.tv * terms.tv, config.ce * terms.base_ce + config.tv * terms.base_tv
+    hard = config.ce * terms.ce + config.tv * terms.tv + config.soft * terms.soft_ce
+    base = config.ce * terms.base_ce + config.tv * terms.base_tv + config.soft * terms.base_soft_ce
     hard = (1.0 - shares.base) * hard + shares.base * base + config.base_ce * terms.base_ce
     soft = terms.soft_ce + config.base_ce * terms.base_soft_ce
     return shares.soft * soft + (1.0 - shares.soft) * hard + config.confidence * terms.confidence

@@ -27,6 +27,7 @@ _RULES: tuple[tuple[str, _Spec], ...] = (
     (r"(\w+_)?norm|layer_scalar", (None,)),
     (r"embed|embed_VD|head|head_VD", ("tensor", "fsdp")),
     (r"draft_to_target_V|target_to_draft_V", (None,)),
+    (r"transition_VW", ("tensor", "fsdp")),
     (r"layers(_\d+)?/qkv", ("tensor", None, None, "fsdp")),
     (r"layers(_\d+)?/qkv_bias", ("tensor", None, None)),
     (r"layers(_\d+)?/q", ("tensor", None, "fsdp")),

@@ -24,6 +24,7 @@ from serve.calibration import read_temperatures
 from serve.cells import Bench, Prompts
 from serve.engine import Engine, EngineConfig
 from serve.prompts import choose_prompts, encode
+from serve.scheduler import positions
 from serve.setup import cache_programs, load_models
 
 REQUESTS = (1, 8)
@@ -68,9 +69,9 @@ class Args:
 
 def engines(target: Target, drafter: Drafter, path: Path, longest: int, tokens: int) -> tuple[Engine, Engine]:
     """One engine without the drafter and one with it, for one request and for eight."""
-    positions = longest + tokens + drafter.config.num_drafts + 1
+    context = positions(longest, tokens, drafter.config.num_drafts)
     config = EngineConfig(
-        max_requests=max(REQUESTS), request_sizes=REQUESTS, max_context=-(-positions // 128) * 128,
+        max_requests=max(REQUESTS), request_sizes=REQUESTS, max_context=-(-context // 128) * 128,
         prefill_lengths=(128,),
     )  # fmt: skip
     temperatures = read_temperatures(path, drafter.config.num_drafts)

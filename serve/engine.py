@@ -17,8 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dspark_jax import Drafter, Target, kv_cache, scanned_target, sharding, tpu_cache
 from dspark_jax.config import ConfigError, SamplingParams, TargetConfig
-from dspark_jax.drafters import dspark
-from dspark_jax.drafters.registry import algorithm
+from dspark_jax.drafters.registry import algorithm, multiplied_out
 from dspark_jax.sampling import SamplingRows, sampling_rows
 from serve import rounds
 from serve.rounds import Knobs, Models, NewRequest, Output, Slots, State, Weights
@@ -59,7 +58,7 @@ class Engine:
         self.temperatures_G = temperatures.astype(np.float32)
         frozen = drafter.frozen if drafter else None
         if drafter and frozen and config.dense_markov:
-            frozen = frozen._replace(transition_VW=dspark.transition_table(drafter.config, drafter.params))
+            frozen = multiplied_out(drafter.config, drafter.params, frozen)
         target_params = scanned_target.stack(target.config, target.params) if scan else target.params
         weights = Weights(target_params, drafter.params if drafter else {}, frozen)
         self.mesh, self._whole = mesh, None if mesh is None else NamedSharding(mesh, PartitionSpec())
@@ -270,7 +269,7 @@ def empty_state(models: Models, config: EngineConfig, dtype: jnp.dtype) -> State
 
 
 def _new_request(slot: int, seed: int, sampling: SamplingParams, page_row_P: np.ndarray) -> NewRequest:
-    key_2 = np.array([seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32)  # what jax.random.key(seed) holds
+    key_2 = np.array([seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32)  # jax.random.key keeps the lower half
     return NewRequest(np.int32(slot), key_2, sampling_rows([sampling]), page_row_P)  # type: ignore[arg-type]
 
 

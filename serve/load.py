@@ -24,7 +24,7 @@ from serve.calibration import read_temperatures
 from serve.curves import Curves
 from serve.engine import Engine, EngineConfig
 from serve.prompts import choose_prompts, encode
-from serve.scheduler import Request, Text
+from serve.scheduler import Request, Text, positions
 from serve.server import Server
 from serve.setup import cache_programs, load_models
 
@@ -231,7 +231,7 @@ def _text(value: float | None, form: str, unit: str = "") -> str:
 def make_engines(args: Args, longest: int, target: Any, drafter: Any, path: Path) -> dict[bool, Engine]:
     """One engine with the drafter and one without, both compiled for every concurrency."""
     users = max((*args.concurrency, 1))
-    context = longest + args.tokens + drafter.config.num_drafts + 1
+    context = positions(longest, args.tokens, drafter.config.num_drafts)
     config = EngineConfig(
         max_requests=users,
         request_sizes=tuple(sorted({*args.concurrency, users})),

@@ -106,7 +106,7 @@ class Output(NamedTuple):
 
 
 class _View(NamedTuple):
-    """The slots of one round, gathered. Fillers (slot N) read some slot and write none."""
+    """The slots of one round, gathered. Fillers (slot N) read some slot, greedily, and write none."""
 
     length_R: jax.Array
     newest_R: jax.Array
@@ -121,8 +121,14 @@ def _view(slots: Slots, slot_R: jax.Array) -> _View:
     index_R = jnp.minimum(slot_R, num_slots - 1)
     keys_R = jax.random.wrap_key_data(slots.key_N2[index_R])
     key_R = jax.vmap(jax.random.fold_in)(keys_R, slots.round_N[index_R])
-    rows = SamplingRows(*(jnp.asarray(x)[index_R] for x in slots.sampling))
     active_R = slot_R < num_slots
+    # A filler that sampled, as the slot's last request did, would cost a greedy round a search over the vocabulary.
+    rows = SamplingRows(
+        *(
+            jnp.where(active_R, jnp.asarray(x)[index_R], usual)
+            for x, usual in zip(slots.sampling, (0.0, 0, 1.0), strict=True)
+        )
+    )
     return _View(
         jnp.where(active_R, slots.length_N[index_R], 0),
         slots.newest_N[index_R],

@@ -1,7 +1,7 @@
 """The host side of serving: who waits, who has a slot and pages, and what of a round's tokens belongs to whom. No jax.
 
-A request gets a slot and all the pages it can ever need (prompt, new tokens and room for a block) or waits, first
-come first served. Nobody is preempted, and nobody who runs waits for pages, so the system cannot deadlock.
+A request gets a slot and all the pages it can ever need (prompt, new tokens and room for blocks past its end) or
+waits, first come first served. Nobody is preempted, and nobody who runs waits for pages, so the system cannot deadlock.
 """
 
 import dataclasses
@@ -14,6 +14,16 @@ from dspark_jax.config import ConfigError, SamplingParams
 GREEDY = SamplingParams(temperature=0.0)
 
 Reason = Literal["stop", "length", "cancelled", "error"]
+DEPTH = 2  # rounds dispatched and not yet read
+
+
+def positions(prompt: int, new_tokens: int, num_drafts: int) -> int:
+    """Cache positions that a text of so many tokens touches in rounds of `num_drafts` drafts.
+
+    The round in which it ends starts at its last token at most and verifies a block like any other. The host sees the
+    end DEPTH - 1 rounds late: each of these starts up to a block and a token further on.
+    """
+    return prompt + new_tokens - 1 + num_drafts + (DEPTH - 1) * (num_drafts + 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,22 +91,19 @@ class Scheduler:
     """Slots, pages and texts. Every method is cheap and synchronous."""
 
     def __init__(self, max_requests: int, num_pages: int, page_size: int, max_context: int, vocab_size: int,
-                 reserve: int) -> None:  # fmt: skip
-        self.page_size, self.max_context, self.vocab_size, self.reserve = page_size, max_context, vocab_size, reserve
-        self.num_pages = num_pages
+                 num_drafts: int, longest_text: int) -> None:  # fmt: skip
+        """`longest_text` is the target's own context; `max_context` is what a request may hold of the pages."""
+        self.page_size, self.max_context, self.vocab_size = page_size, max_context, vocab_size
+        self.num_pages, self.num_drafts, self.longest_text = num_pages, num_drafts, longest_text
         self._free_slots = list(range(max_requests))[::-1]
         self._free_pages = list(range(num_pages))[::-1]
         self.waiting: deque[Text] = deque()
         self.running: dict[int, Text] = {}  # by slot
         self._numbers = 0
 
-    def positions(self, request: Request) -> int:
-        """Cache positions a request may touch: a block past its last token is verified like any other."""
-        return len(request.prompt) + request.max_new_tokens + self.reserve
-
     def pages_of(self, request: Request) -> int:
         """Pages that a request reserves."""
-        return -(-self.positions(request) // self.page_size)
+        return -(-positions(len(request.prompt), request.max_new_tokens, self.num_drafts) // self.page_size)
 
     def submit(self, request: Request, now: float) -> Text:
         """Queues a request. Raises ConfigError for one that could never run."""
@@ -108,10 +115,15 @@ class Scheduler:
             raise ConfigError(f"max_new_tokens = {request.max_new_tokens}: expected at least 1")
         if not 0 <= request.seed < 2**64:
             raise ConfigError(f"seed = {request.seed}: expected 0 to 2**64 - 1")
-        if self.positions(request) > self.max_context:
+        prompt, new = len(request.prompt), request.max_new_tokens
+        if prompt + new > self.longest_text:
             raise ConfigError(
-                f"a prompt of {len(request.prompt)} tokens with {request.max_new_tokens} new ones and a block of"
-                f" {self.reserve} exceeds max_context = {self.max_context}"
+                f"a prompt of {prompt} tokens with {new} new ones exceeds the target's context of {self.longest_text}"
+            )
+        if positions(prompt, new, self.num_drafts) > self.max_context:
+            raise ConfigError(
+                f"a prompt of {prompt} tokens with {new} new ones and room for drafts of {self.num_drafts} exceeds"
+                f" max_context = {self.max_context}"
             )
         if self.pages_of(request) > self.num_pages:
             raise ConfigError(f"the request needs {self.pages_of(request)} pages, the engine has {self.num_pages}")

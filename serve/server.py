@@ -22,9 +22,7 @@ from serve.engine import Engine
 from serve.monitor import DriftMonitor
 from serve.policy import DEFAULT, Policy, parse
 from serve.rounds import Output
-from serve.scheduler import Request, Row, Scheduler, Text
-
-DEPTH = 2  # rounds dispatched and not yet read
+from serve.scheduler import DEPTH, Request, Row, Scheduler, Text
 
 
 @dataclasses.dataclass
@@ -85,7 +83,7 @@ class Server:
         self.policy = Policy(spec, engine.num_drafts, engine.token_buckets)
         self.scheduler = Scheduler(
             config.max_requests, config.pages, config.page_size, config.max_context, engine.target_config.vocab_size,
-            reserve=engine.num_drafts + 1,
+            engine.num_drafts, engine.target_config.max_length,
         )  # fmt: skip
         self.monitor = DriftMonitor(engine.num_drafts)
         self.totals = Totals()
@@ -208,6 +206,7 @@ class Server:
             self._chunks = 1 + math.ceil(float(output.accepted_R[: len(ticket.texts)].mean()))
             self._count(ticket, output)
             self._observe_seconds(ticket, seconds)
+        heard = []
         for row, text in enumerate(ticket.texts):
             if text.reason is not None:
                 continue  # ended while this round was under way: its tokens are nobody's
@@ -219,10 +218,13 @@ class Server:
             part = Row(draft, accepted, int(output.next_R[row]), bool(output.bad_R[row]))
             added = self.scheduler.take(text, part, now)
             self.totals.emitted += len(added)
-            if added and self.on_token:
-                self.on_token(text, added)
+            heard.append((text, added))
             if text.reason is not None:
                 self.policy.forget(text.number)
+        # Last of all, since a listener may raise: by then no text lacks its tokens.
+        for text, added in heard:
+            if added and self.on_token:
+                self.on_token(text, added)
 
     def _observe_seconds(self, ticket: _Ticket, seconds: float) -> None:
         """Tells the policy what a round took: the device works on one after the other, and never waits."""

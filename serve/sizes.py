@@ -10,9 +10,9 @@ _FEWEST = 4
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
-    """Sizes of the engine. `max_context` bounds prompt + new tokens + a block of one request; pages hold `page_size`
-    positions each, `num_pages` of them (0: enough for `max_requests` of full length). `request_sizes` are the numbers
-    of requests a round is compiled for (empty: 1, `bucket_growth`, its square, ... and the maximum)."""
+    """Sizes of the engine. `max_context` bounds what a request may touch (`scheduler.positions`); pages hold
+    `page_size` positions each, `num_pages` of them (0: enough for `max_requests` of full length). `request_sizes` are
+    the numbers of requests a round is compiled for (empty: 1, `bucket_growth`, its square, ... and the maximum)."""
 
     max_requests: int = 8
     request_sizes: tuple[int, ...] = ()

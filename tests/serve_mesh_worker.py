@@ -60,6 +60,7 @@ def main() -> None:
     drafter = good_drafter(target)
     mesh = sharding.make_mesh(MeshSettings(data=1, fsdp=2, tensor=2))
     results = {"one": play(Engine(target, drafter, SIZES)), "mesh": play(Engine(target, drafter, SIZES, mesh=mesh))}
+    results["multiplied out"] = play(Engine(target, drafter, dataclasses.replace(SIZES, dense_markov=True), mesh=mesh))
     with pytest.MonkeyPatch.context() as patch:
         results["cudnn"] = cudnn_calls(mesh, patch)
     tpu_cache.ragged_paged_attention = ragged_reference.attention

@@ -72,7 +72,7 @@ TINY = TARGET.config
 
 
 def test_settings_become_the_drafter_they_describe() -> None:
-    eagle3 = drafter_config(DraftSettings(algorithm="eagle3", mask_token_id=39, target_layer_ids=(-1, 0)), TINY)
+    eagle3 = drafter_config(DraftSettings(algorithm="eagle3", target_layer_ids=(-1, 0)), TINY)
     assert (eagle3.num_layers, eagle3.mask_token_id, eagle3.markov_rank, eagle3.num_drafts) == (1, -1, 0, 7)
     assert eagle3.confidence_head and not eagle3.confidence_with_markov
     mtp = drafter_config(DraftSettings(algorithm="mtp", block_size=1), TINY)
@@ -84,6 +84,13 @@ def test_settings_become_the_drafter_they_describe() -> None:
     [
         ({"markov_rank": 8}, "draft markov_rank = 8: eagle3 drafters have 0; leave it out"),
         ({"num_layers": 2}, "draft num_layers = 2: eagle3 drafters have 1"),
+        ({"mask_token_id": 39}, "draft mask_token_id = 39: eagle3 drafters have -1"),
+        ({"selector_rank": 8}, "draft selector_rank = 8: eagle3 drafters have 256"),
+        (
+            {"algorithm": "dflash2", "markov_head_type": "kda"},
+            "markov_head_type = 'kda': dflash2 drafters have 'vanilla'",
+        ),
+        ({"algorithm": "dspark", "selector_top_k": 3}, "draft selector_top_k = 3: dspark drafters have 16"),
         ({"layout": "fill_in"}, "draft layout = 'fill_in'"),
         ({"algorithm": "mtp", "target_layer_ids": (0,)}, r"draft target_layer_ids = \(0,\): mtp drafters have \(\)"),
         ({"algorithm": "mtp", "num_taps": 3}, "draft num_taps = 3: mtp drafters have 0"),

@@ -16,8 +16,9 @@ from train.step import init_state
 from train.tiny import tiny_target
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "tiny.py"
-DRAFT = """--draft.algorithm dflash2 --draft.layout fill_in --draft.block-size 5 --draft.window 64
-    --draft.conv-group-size 8 --draft.selector-rank 8 --draft.selector-top-k 6 --draft.selector-tied"""
+DRAFT = """--draft.algorithm dflash2 --draft.layout fill_in --draft.block-size 5 --draft.layer-windows 64
+    --draft.markov-rank 0 --draft.conv-group-size 8 --draft.selector-rank 8 --draft.selector-top-k 6
+    --draft.selector-tied"""
 LOSS = "--loss.ce 1 --loss.tv 0 --loss.base-ce 1 --optimizer.learning-rate 1e-2 --data.num-anchors 8"
 TRAIN = """--train.max-steps 16 --train.log-every 2 --train.eval-every 16 --train.eval-prompts 2
     --train.eval-tokens 8"""

@@ -1,5 +1,7 @@
 """Draft layers with windows and in-block causality, scaled embeddings and capped logits, in training and decoding."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,10 +9,11 @@ import pytest
 from tiny import block_features, committed, make_drafter, make_target, random_tokens
 
 from dspark_jax import ConfigError, Drafter, SamplingParams
-from dspark_jax.config import RopeScaling
+from dspark_jax.config import DraftSettings, RopeScaling, drafter_config
 from dspark_jax.drafters import dspark, registry
 from dspark_jax.drafters.backbone import layer_rules
 from dspark_jax.sampling import sampling_rows
+from dspark_jax.weights.drafter_files import check_writable, native_format
 
 TARGET = make_target()
 LENGTH, ANCHOR, WINDOW = 12, 7, 5
@@ -158,6 +161,18 @@ def test_gemma_layers_are_their_formula_in_training_and_decoding():
     for row in range(2):
         np.testing.assert_allclose(logits[row], gemma_logits(drafter, tokens[row, ANCHOR], taps[row]), atol=2e-4)
     np.testing.assert_allclose(law(drafter, tokens[:, ANCHOR], taps), jax.nn.softmax(jnp.asarray(logits)), atol=1e-5)
+
+
+def test_a_run_may_say_the_rules_of_each_layer():
+    settings = DraftSettings(
+        mask_token_id=39, num_layers=2, target_layer_ids=(0,), markov_rank=4, layer_windows=(3, 0),
+        layer_causal=(True, False),
+    )  # fmt: skip
+    made = drafter_config(settings, TARGET.config)
+    assert [(rule.window, rule.causal_block) for rule in layer_rules(made)] == [(3, True), (0, False)]
+    check_writable(native_format(made), dataclasses.replace(made, layer_causal=(True, True)))
+    with pytest.raises(ConfigError, match="only some are causal"):  # before it is trained
+        check_writable(native_format(made), made)
 
 
 @pytest.mark.parametrize("changes", [{"layer_windows": (3,)}, {"layer_causal": (True,)}, {"layer_windows": (3, -1)}])

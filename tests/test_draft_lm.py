@@ -276,7 +276,7 @@ def test_settings_become_a_decoder_of_the_targets_kind() -> None:
     made = drafter_config(DraftSettings(algorithm="lm", num_layers=1, d_ff=8), SHAPE)
     assert made.language_model == dataclasses.replace(SHAPE, num_layers=1, d_ff=8)
     assert (made.num_drafts, made.confidence_head) == (7, True)
-    for changes in ({"window": 4}, {"draft_vocab_size": 8}, {"markov_rank": 8}, {"target_layer_ids": (0,)}):
+    for changes in ({"layer_windows": (4,)}, {"draft_vocab_size": 8}, {"markov_rank": 8}, {"target_layer_ids": (0,)}):
         with pytest.raises(ConfigError, match="lm drafters have"):
             drafter_config(DraftSettings(algorithm="lm", **changes), SHAPE)
     config = load_config(CONFIG)

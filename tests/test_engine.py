@@ -14,7 +14,7 @@ from dspark_jax import ConfigError, SamplingParams, generate
 from serve import rounds
 from serve.curves import Curves
 from serve.engine import Engine, EngineConfig, trace
-from serve.scheduler import Request, Text
+from serve.scheduler import Request, Text, positions
 from serve.server import Server
 from serve.sizes import request_buckets, token_buckets
 
@@ -188,12 +188,58 @@ def test_requests_come_leave_and_are_cancelled_at_any_time():
 
 def test_the_context_limit_holds_a_text_and_its_last_block():
     """A prompt and text that fill max_context to the last position: nothing leaks, nothing overruns."""
-    longest = SMALL.max_context - DRAFTER.config.num_drafts - 1
-    prompt = tuple(random_tokens(7, longest - 20).tolist())
+    prompt = tuple(random_tokens(7, SMALL.max_context - positions(0, 20, DRAFTER.config.num_drafts)).tolist())
     text = serve("fixed:4", [Request(prompt, 20)])[0]
     assert text.tokens == generate(TARGET, None, [list(prompt)], 20)[0].tokens
     with pytest.raises(ConfigError, match="exceeds max_context"):
         serve("fixed:4", [Request(prompt, 21)])
+
+
+def test_no_round_goes_past_what_its_request_reserved(monkeypatch: pytest.MonkeyPatch):
+    """Rounds that are dispatched before an end is seen included: a kernel reads the pages up to a request's length."""
+    made, drafts, past_one_block = engine(), DRAFTER.config.num_drafts, 0
+    server, dispatch = Server(made, "fixed:4", curves(), timeless), made.round
+
+    def spy(slots, *args):
+        nonlocal past_one_block
+        length_N = np.asarray(made.state.slots.length_N)
+        for slot in slots:
+            text, touched = server.scheduler.running[slot], int(length_N[slot]) + 1 + drafts
+            asked = len(text.request.prompt), text.request.max_new_tokens
+            assert touched <= positions(*asked, drafts)
+            past_one_block += touched > sum(asked) + drafts + 1
+        return dispatch(slots, *args)
+
+    monkeypatch.setattr(made, "round", spy)
+    for i, prompt in enumerate(prompts(24)):
+        server.submit(Request(prompt, 5 + i % 8))
+    server.run()
+    assert past_one_block, "no text ended with a block that stood whole: this test saw nothing"
+
+
+def test_a_listener_that_raises_costs_no_text_its_tokens():
+    def listen(text: Text, tokens: list[int]) -> None:
+        if text.number == 0:
+            raise RuntimeError("the client went away")
+
+    server, failed = Server(engine(), "fixed:4", curves(), timeless, listen), 0
+    texts = [server.submit(Request(p, 12)) for p in prompts(7)]
+    while not server.idle:
+        try:
+            server.step()
+        except RuntimeError:
+            failed += 1
+    assert failed and [text.tokens for text in texts] == plain_texts(7, 12)
+
+
+def test_places_that_no_request_has_do_not_sample():
+    """The slot that a filler reads may have served a sampled request: the round is greedy all the same."""
+    slots = engine().state.slots
+    hot = rounds.SamplingRows(jnp.full(4, 0.8), jnp.full(4, 5), jnp.full(4, 0.9))
+    view = rounds._view(slots._replace(sampling=hot), jnp.asarray([1, 4], jnp.int32))
+    assert [np.asarray(x).tolist() for x in view.sampling] == [
+        pytest.approx([0.8, 0.0]), [5, 0], pytest.approx([0.9, 1.0]),
+    ]  # fmt: skip
 
 
 def test_length_zero_is_reached_and_left_again():

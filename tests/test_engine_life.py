@@ -1,6 +1,7 @@
 """A long life of one engine: arrivals, cancellations, limits, drains and slot reuse in random order.
 
-Whatever happened around it, every greedy text that was finished is plain decoding's, and no page is lost.
+Whatever happened around it, every greedy text that was finished is plain decoding's, and no page is lost. Sampled
+texts live among them, whose tokens depend on what else is drafted: of these only the ends are known.
 """
 
 import dataclasses
@@ -8,27 +9,40 @@ import dataclasses
 import numpy as np
 import pytest
 from test_engine import DRAFTER, SMALL, TARGET, curves, engine, plain_texts, prompts
-from tiny import timeless
+from tiny import random_tokens, timeless
 
-from dspark_jax import generate, load_drafter, load_target
+from dspark_jax import SamplingParams, generate, load_drafter, load_target
 from serve.curves import Curves
 from serve.engine import Engine, EngineConfig
-from serve.scheduler import Request, Text
+from serve.scheduler import Request, Scheduler, Text, positions
 from serve.server import Server
 
-KINDS, NEW = 24, 12
+KINDS, NEW, PAGES = 24, 12, 7
+STOP = (3, 17, 21)
 
 
-def live(requests: int, seed: int, policy: str) -> list[tuple[int, Text]]:
-    """Serves `requests` random requests on 12 pages for 4 slots; returns each with the number of its prompt."""
+def all_prompts() -> list[tuple[int, ...]]:
+    """KINDS of them, the last as long as the context lets a prompt be."""
+    drafts = DRAFTER.config.num_drafts
+    longest = SMALL.max_context - positions(0, NEW, drafts)
+    return [*prompts(KINDS - 1), tuple(random_tokens(99, longest).tolist())]
+
+
+def live(requests: int, seed: int, policy: str) -> tuple[list[tuple[int, Text]], int]:
+    """Serves `requests` random requests, one in four sampled, on pages for two to three of them; returns each with the
+    number of its prompt, and how many steps had a slot for somebody and no pages."""
     rng, made = np.random.default_rng(seed), engine()
     server = Server(made, policy, curves(), timeless)
-    everything, texts = prompts(KINDS), []
+    sizes = SMALL.max_requests, PAGES, SMALL.page_size, SMALL.max_context
+    server.scheduler = Scheduler(*sizes, TARGET.config.vocab_size, made.num_drafts, TARGET.config.max_length)
+    everything, texts, starved = all_prompts(), [], 0
     while len(texts) < requests:
         if rng.random() < 0.5:
             which = int(rng.integers(KINDS))
-            new = int(rng.integers(1, NEW + 1))
-            texts.append((which, server.submit(Request(everything[which], new, seed=which))))
+            new, hot = int(rng.integers(1, NEW + 1)), rng.random() < 0.25
+            stop = STOP if rng.random() < 0.5 else ()
+            request = Request(everything[which], new, SamplingParams(0.8 * hot), seed=which, stop_ids=stop)
+            texts.append((which, server.submit(request)))
         if rng.random() < 0.05 and texts:
             recent = texts[-8:]  # older ones have ended long ago
             server.cancel(recent[int(rng.integers(len(recent)))][1])
@@ -37,26 +51,35 @@ def live(requests: int, seed: int, policy: str) -> list[tuple[int, Text]]:
             assert server.idle
         server.step()
         server.scheduler.check()
+        starved += bool(server.scheduler.waiting and server.scheduler._free_slots)
     server.run()
     server.scheduler.check()
-    assert len(server.scheduler._free_pages) == made.config.pages
+    assert len(server.scheduler._free_pages) == PAGES
     assert len(server.scheduler._free_slots) == made.config.max_requests
-    return texts
+    return texts, starved
 
 
 @pytest.mark.parametrize(
     "requests", [60, pytest.param(300, marks=pytest.mark.slow), pytest.param(10_000, marks=pytest.mark.soak)]
 )
 def test_a_long_life_leaks_nothing_and_changes_no_text(requests: int):
-    whole = plain_texts(KINDS, NEW)
-    reasons = set()
-    for which, text in live(requests, requests, "scheduled"):
-        reasons.add(text.reason)
+    whole = [g.tokens for g in generate(TARGET, None, [list(prompt) for prompt in all_prompts()], NEW)]
+    seen = set()
+    texts, starved = live(requests, requests, "scheduled")
+    for which, text in texts:
+        request, sampled = text.request, text.request.sampling.temperature > 0
+        seen.add((text.reason, sampled))
+        expected = text.tokens if sampled else whole[which][: request.max_new_tokens]
+        ends = [i for i, token in enumerate(expected) if token in request.stop_ids]
+        expected = expected[: ends[0] + 1] if ends else expected
         if text.reason == "cancelled":
-            assert text.tokens == whole[which][: len(text.tokens)]
+            assert text.tokens == expected[: len(text.tokens)]
         else:
-            assert text.tokens == whole[which][: text.request.max_new_tokens]
-    assert reasons == {"length", "cancelled"}
+            assert text.tokens == expected
+            assert text.reason == ("stop" if ends else "length")
+            assert ends or len(text.tokens) == request.max_new_tokens
+    assert {("length", False), ("stop", False), ("length", True), ("cancelled", False)} <= seen
+    assert starved, "pages never ran out: too many for this test"
 
 
 def test_few_pages_make_requests_wait_not_fail():

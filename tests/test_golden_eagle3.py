@@ -14,7 +14,9 @@ import pytest
 from test_golden import GRADIENT, LOSS, Golden, load, taps_of
 from tiny import committed
 
+from dspark_jax import losses as losses_lib
 from dspark_jax import target as target_lib
+from dspark_jax.config import LossConfig
 from dspark_jax.drafters import registry
 from dspark_jax.weights import deepspec_eagle3
 from dspark_jax.weights.drafter_format import name_table
@@ -35,15 +37,26 @@ def step_losses(params: Any, golden: Golden) -> jax.Array:
     anchors = np.tile(np.arange(1, length), (batch, 1))
     seen = committed(t["input_ids"], taps_of(golden))
     logits = registry.teacher_forced(drafter.config, params, drafter.frozen, seen, anchors).logits_BAGV
-    teacher = jax.nn.softmax(target_lib.logits(golden.target.params, jnp.asarray(t["target_last_hidden_states"])))
+    teacher = target_lib.logits(golden.target.params, jnp.asarray(t["target_last_hidden_states"]))
+    labels = jnp.zeros(logits.shape[:-1], jnp.int32)  # the cross-entropy to them is not read
     mask = np.concatenate([t["loss_mask"][:, :-1], np.zeros((batch, STEPS + 1))], axis=1)
     losses = []
     for step in range(STEPS):
         counted = mask[:, step : step + length - 1 - step]  # rows whose target is in the sequence
-        law, rows = teacher[:, 1 + step :], logits[:, : length - 1 - step, step]
-        entropy = -jnp.sum(law * jax.nn.log_softmax(rows), axis=-1)
-        losses.append(jnp.sum(entropy * jnp.asarray(counted, jnp.float32)) / (batch * length))
+        rows = slice(None), slice(length - 1 - step), step
+        terms = losses_lib.slot_terms(logits[rows], None, labels[rows], teacher[:, 1 + step :])
+        losses.append(jnp.sum(terms.soft_ce * jnp.asarray(counted, jnp.float32)) / (batch * length))
     return jnp.stack(losses)
+
+
+def test_the_settings_of_its_objective_weigh_steps_as_it_does() -> None:
+    settings = LossConfig(ce=0.0, tv=0.0, soft=1.0, confidence=0.0, decay=4.48)
+    soft_BAG = jnp.asarray(np.random.default_rng(0).uniform(size=(2, 3, STEPS)), jnp.float32)
+    zero = jnp.zeros_like(soft_BAG)
+    terms = losses_lib.SlotTerms(*(soft_BAG if name == "soft_ce" else zero for name in losses_lib.SlotTerms._fields))
+    sums = losses_lib.loss_sums(terms, jnp.ones(soft_BAG.shape), settings)
+    expected = np.sum(np.asarray(soft_BAG, np.float64) * DECAY ** np.arange(STEPS))
+    np.testing.assert_allclose(losses_lib.numerator(sums.terms, settings, losses_lib.Shares()), expected, rtol=1e-3)
 
 
 def loss(params: Any, golden: Golden) -> tuple[jax.Array, jax.Array]:

@@ -8,11 +8,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from dspark_jax import ConfigError
 from serve.scheduler import Request, Row, Scheduler, Text
 
-SLOTS, PAGES, PAGE, CONTEXT, VOCAB, RESERVE = 3, 7, 8, 48, 50, 5
+SLOTS, PAGES, PAGE, CONTEXT, VOCAB, DRAFTS, LONGEST = 3, 7, 8, 48, 50, 2, 60
 
 
 def make() -> Scheduler:
-    return Scheduler(SLOTS, PAGES, PAGE, CONTEXT, VOCAB, RESERVE)
+    return Scheduler(SLOTS, PAGES, PAGE, CONTEXT, VOCAB, DRAFTS, LONGEST)
 
 
 class Life(RuleBasedStateMachine):
@@ -43,7 +43,7 @@ class Life(RuleBasedStateMachine):
         text.prefilled = min(text.prefilled + chunk, len(text.request.prompt))
 
     @precondition(lambda self: self.scheduler.decoding())
-    @rule(tokens=st.lists(st.integers(0, 9), min_size=1, max_size=RESERVE), bad=st.integers(0, 20))
+    @rule(tokens=st.lists(st.integers(0, 9), min_size=1, max_size=DRAFTS + 1), bad=st.integers(0, 20))
     def round(self, tokens: list[int], bad: int) -> None:
         for text in self.scheduler.decoding():
             before = list(text.tokens)
@@ -100,6 +100,7 @@ TestLife = Life.TestCase
         (Request((1, VOCAB), 4), "outside the vocabulary"),
         (Request((1,), 0), "max_new_tokens = 0"),
         (Request((1,) * 40, 9), "exceeds max_context"),
+        (Request((1,) * 50, 11), "exceeds the target's context of 60"),
         (Request((1,), 4, seed=-1), "seed"),
     ],
 )

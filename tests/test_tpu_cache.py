@@ -160,7 +160,8 @@ def test_what_the_kernel_cannot_read_is_refused():
 @pytest.mark.multidevice
 def test_meshes_and_page_layouts_change_no_token():
     """Plain rounds, drafting rounds and prefills of one device, of four (fsdp 2, tensor 2), with the TPU's pages, its
-    kernel replaced by the traceable reference, and of all that as a loop over layers: the same drafts and verdicts."""
+    kernel replaced by the traceable reference, and of all that as a loop over layers: the same drafts and verdicts.
+    So with the Markov head multiplied out."""
     here = Path(__file__).resolve().parent
     known = os.environ | {
         "JAX_PLATFORMS": "cpu",
@@ -173,7 +174,7 @@ def test_meshes_and_page_layouts_change_no_token():
     )  # fmt: skip
     told = json.loads(done.stdout.splitlines()[-1])
     assert sum(map(sum, told["one"])) > 0
-    for name in ("mesh", "ragged", "ragged scanned mesh"):
+    for name in ("mesh", "multiplied out", "ragged", "ragged scanned mesh"):
         assert told[name] == told["one"], name
     assert all(told["split"])
     # On a GPU: each device with its own 2 of 4 heads; both layers are alike and so lowered once.

@@ -121,7 +121,10 @@ def test_sigterm_saves_and_a_resumed_run_ends_where_a_straight_one_does(
         (["--data.validation-fraction", "1e-9"], "validation_fraction"),
         (["--draft.draft-vocab-size", "2"], "draft_vocab_size = 2"),
         (["--draft.mask-token-id", "258"], "mask_token_id = 258 ends a text"),
-        (["--draft.algorithm", "dflash2", "--draft.conv-group-size", "5"], "conv_group_size = 5: expected a divisor"),
+        (
+            ["--draft.algorithm", "dflash2", "--draft.markov-rank", "0", "--draft.conv-group-size", "5"],
+            "conv_group_size = 5: expected a divisor",
+        ),
         (["--train.eval-tokens", "510"], "train eval_tokens = 510"),
         (["--mesh.fsdp", "3"], "mesh data = 0, fsdp = 3, tensor = 1: there are 1 devices"),
         (["--resume"], "holds no checkpoint to resume from"),

@@ -37,6 +37,11 @@ def fold(config: DrafterConfig, params: Params, frozen: Frozen) -> tuple[Drafter
     return (config, params) if folded is None else folded(config, params, frozen)
 
 
+def multiplied_out(config: DrafterConfig, params: Params, frozen: Frozen) -> Frozen:
+    """With a vanilla Markov head as a table of transitions. Raises ConfigError for a drafter that has none."""
+    return frozen._replace(transition_VW=dspark.transition_table(config, params))
+
+
 def init_caches(config: DrafterConfig, batch: int, length: int, dtype: jnp.dtype) -> list[LayerCache]:
     """Empty dense context caches for weights of `dtype`."""
     dtype = kv_cache.compute_dtype(dtype)
