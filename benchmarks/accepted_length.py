@@ -66,9 +66,12 @@ def run(args: Args) -> list[dict[str, object]]:
 def main(argv: Sequence[str] | None = None) -> int:
     args = tyro.cli(Args, args=argv, description=__doc__)
     try:
+        if args.json:
+            report.check_writable(args.json)
         rows = run(args)
         if args.json:
-            report.write_json(args.json, {"machine": report.machine(), "drafter": args.drafter.name, "rows": rows})
+            of = {"target": Path(args.target).name, "drafter": args.drafter.name, "dtype": args.dtype}
+            report.write_json(args.json, {"machine": report.machine()} | of | {"rows": rows})
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

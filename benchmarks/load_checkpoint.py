@@ -1,6 +1,6 @@
 """Load time and peak memory of a 2 GB target, against reading the same files with safetensors alone.
 
-    python -m benchmarks.load_checkpoint [--out benchmarks/results/load-checkpoint.json]
+    python -m benchmarks.load_checkpoint [--json OUT]
 
 A Qwen3-shaped bfloat16 checkpoint of random weights is written to a temporary folder, in four files. Every reading
 runs in a process of its own, whose peak resident memory the system reports; the peak of a process that only imports
@@ -10,8 +10,6 @@ are compared.
 
 import dataclasses
 import json
-import os
-import platform
 import resource
 import statistics
 import subprocess
@@ -46,7 +44,7 @@ FILES = 4
 
 @dataclasses.dataclass(frozen=True)
 class Args:
-    out: str = "benchmarks/results/load-checkpoint.json"
+    json: Path | None = None
     repeats: int = 3
     way: Way | None = None
     """Used by the benchmark itself: read `folder` in this way and print what it took."""
@@ -106,6 +104,10 @@ def measure(way: Way, folder: Path) -> dict[str, float]:
 
 
 def compare(args: Args) -> None:
+    from serve import report  # not above: the measured processes import no more than they use
+
+    if args.json:
+        report.check_writable(args.json)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         size = write_checkpoint(folder)
@@ -124,19 +126,19 @@ def compare(args: Args) -> None:
         for way, results in runs.items()
     }
     raw, ours = summary["raw"], summary["load_target"]
-    report = {
+    result = {
         "checkpoint_gb": round(size / 1e9, 2),
         "dtype": "bfloat16",
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}",
+        "machine": report.machine(),
         "repeats": args.repeats,
         **summary,
         "time_ratio": round(ours["seconds"] / raw["seconds"], 2),
         "peak_ratio": round(ours["peak_gb_above_imports"] / raw["peak_gb_above_imports"], 2),
         "peak_over_checkpoint": round(ours["peak_gb_above_imports"] * 1e9 / size, 2),
     }
-    Path(args.out).parent.mkdir(parents=True, exist_ok=True)
-    Path(args.out).write_text(json.dumps(report, indent=2) + "\n")
-    print(json.dumps(report, indent=2))
+    print(json.dumps(result, indent=2))
+    if args.json:
+        report.write_json(args.json, result)
 
 
 if __name__ == "__main__":

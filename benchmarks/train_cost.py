@@ -1,6 +1,6 @@
 """What a training step costs on this machine: against a dense implementation, and by anchors, length and part.
 
-    python -m benchmarks.train_cost [--json benchmarks/results/train_cost.json] [--dtype bfloat16] [--repeats 2]
+    python -m benchmarks.train_cost [--json OUT] [--dtype bfloat16] [--repeats 2]
 
 Every row of the table is made in its own process, since peak memory is a process's own. SmolLM2-135M and the drafter of
 configs/smollm2_135m.py with the whole vocabulary, random weights (cost does not depend on them), one row a step.
@@ -8,8 +8,6 @@ configs/smollm2_135m.py with the whole vocabulary, random weights (cost does not
 
 import dataclasses
 import json
-import os
-import platform
 import resource
 import subprocess
 import sys
@@ -22,6 +20,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from serve import report
+
 Part = Literal["step", "target", "draft", "dense", "dense-slots"]
 Dtype = Literal["auto", "float32", "bfloat16"]
 _ANCHORS, _LENGTHS = (64, 128, 256, 512), (512, 1024, 2048, 4096)
@@ -31,7 +31,7 @@ _ANCHORS, _LENGTHS = (64, 128, 256, 512), (512, 1024, 2048, 4096)
 class Args:
     """Measure the cost of training steps."""
 
-    json: Path = Path("benchmarks/results/train_cost.json")
+    json: Path | None = None
     dtype: Dtype = "auto"
     """Of weights and dots, for all that is compared; auto: bfloat16 where the processor has matrix units for it."""
     chunk: int = 64
@@ -221,12 +221,12 @@ def main() -> int:
         parts, anchors, length = args.point
         print(json.dumps(measure(args, parts.split(","), anchors, length)))  # type: ignore[arg-type]
         return 0
+    if args.json:
+        report.check_writable(args.json)
     # The comparison first: what is interrupted has measured that.
     points = [("dense", 128, 1024), ("dense-slots", 128, 1024)]
     points += [("step,target,draft", 128, length) for length in sorted(_LENGTHS, key=lambda length: length != 1024)]
     points += [("step", anchors, 1024) for anchors in _ANCHORS if anchors != 128]
-    machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-    args.json.parent.mkdir(parents=True, exist_ok=True)
     results: list[dict[str, Any]] = []
     for point in points:
         command = [sys.executable, "-m", "benchmarks.train_cost", "--repeats", str(args.repeats)]
@@ -237,7 +237,9 @@ def main() -> int:
             print(f"{point}: failed ({reason[-1]})", file=sys.stderr)
             continue
         results.append(json.loads(done.stdout.splitlines()[-1]))
-        args.json.write_text(json.dumps({"machine": machine, "points": results}, indent=1) + "\n", encoding="utf-8")
+        if args.json:  # after each, so that what is interrupted has what was measured
+            settings = {"dtype": args.dtype, "chunk": args.chunk, "repeats": args.repeats}
+            report.write_json(args.json, {"machine": report.machine(), "settings": settings, "points": results})
         print(f"{point}: {results[-1]['anchors_per_second']:.1f} anchors/s", file=sys.stderr, flush=True)
     if results:
         _show(results)
