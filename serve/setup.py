@@ -11,6 +11,7 @@ import jax
 
 from dspark_jax import ConfigError, Drafter, Target, load_drafter, load_target
 from dspark_jax.weights import hub, selftest
+from dspark_jax.weights.cli import drafter_folder
 from dspark_jax.weights.language_model import is_language_model
 from dspark_jax.weights.locate import EMBEDDED
 from serve.calibration import read_temperatures
@@ -21,13 +22,14 @@ SHIPPED_DRAFTER = Path(__file__).resolve().parents[1] / "assets" / "smollm2-135m
 
 
 def find_drafter(target: str, drafter: Path | None) -> Path:
-    """Where the drafter lies: a folder, fetched first for a Hub id, or a language model in any form that is read as a
-    target. Raises ConfigError where there is none for this target."""
+    """Where the drafter lies: its folder, that of a training run, what a Hub id was fetched to, or a language model in
+    any form that is read as a target. Raises ConfigError where there is none for this target."""
     if drafter is None and target != EMBEDDED:
         raise ConfigError(f"--target {target}: give its --drafter too, the shipped one is for {EMBEDDED}")
     path = drafter or SHIPPED_DRAFTER
     if hub.is_hub_id(path):
         return hub.fetch(path)
+    path = Path(drafter_folder(str(path)))
     if not path.is_dir() and not is_language_model(path):
         raise ConfigError(f"drafter {path}: no such directory; train one (README) or give another with --drafter")
     return path
