@@ -197,24 +197,24 @@ def test_the_context_limit_holds_a_text_and_its_last_block():
 
 def test_no_round_goes_past_what_its_request_reserved(monkeypatch: pytest.MonkeyPatch):
     """Rounds that are dispatched before an end is seen included: a kernel reads the pages up to a request's length."""
-    made, drafts, past_one_block = engine(), DRAFTER.config.num_drafts, 0
+    made, drafts, late = engine(), DRAFTER.config.num_drafts, 0
     server, dispatch = Server(made, "fixed:4", curves(), timeless), made.round
 
     def spy(slots, *args):
-        nonlocal past_one_block
+        nonlocal late
         length_N = np.asarray(made.state.slots.length_N)
         for slot in slots:
             text, touched = server.scheduler.running[slot], int(length_N[slot]) + 1 + drafts
             asked = len(text.request.prompt), text.request.max_new_tokens
             assert touched <= positions(*asked, drafts)
-            past_one_block += touched > sum(asked) + drafts + 1
+            late += touched > sum(asked) + drafts
         return dispatch(slots, *args)
 
     monkeypatch.setattr(made, "round", spy)
-    for i, prompt in enumerate(prompts(24)):
+    for i, prompt in enumerate(prompts(40)):
         server.submit(Request(prompt, 5 + i % 8))
     server.run()
-    assert past_one_block, "no text ended with a block that stood whole: this test saw nothing"
+    assert late, "no round started behind the end of its text: this test saw nothing"
 
 
 def test_a_listener_that_raises_costs_no_text_its_tokens():
