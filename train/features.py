@@ -30,7 +30,7 @@ import safetensors
 import safetensors.numpy
 import tyro
 from array_record.python import array_record_module  # pyright: ignore[reportAttributeAccessIssue]
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.progress import track
 
 from dspark_jax import sharding
@@ -39,7 +39,6 @@ from dspark_jax.generate import bucket
 from dspark_jax.target import Target
 from train.conversations import Record
 from train.objective import StepModels, TargetFeatures, target_features
-from train.step import replicated
 
 _SHARD_RECORDS = 256
 _BATCH = 8  # rows, or as many as the devices that rows are split over
@@ -64,7 +63,7 @@ def _samples(params: Any) -> Any:
 def weights_hash(params: Any) -> str:
     """Names a target's weights by samples of them: the same on any mesh, on every host and in either dtype."""
     place = jax.tree.leaves(params)[0].sharding
-    everywhere = replicated(place.mesh) if isinstance(place, NamedSharding) else None
+    everywhere = NamedSharding(place.mesh, PartitionSpec()) if isinstance(place, NamedSharding) else None
     digest = hashlib.sha256()
     for sample in jax.tree.leaves(jax.jit(_samples, out_shardings=everywhere)(params)):
         digest.update(np.asarray(sample).tobytes())
