@@ -1,4 +1,5 @@
-"""Attention over cached keys, in XLA. Visibility is given by limits, never by a stored [.., S, S] mask.
+"""Attention over cached keys, in XLA. Visibility is given by limits, never by a stored [.., S, S] mask (the kernel of
+tpu_attention.py makes one of booleans from the same limits).
 
 Two forms of the same arithmetic: `causal_attention` and `block_attention` read a dense cache at once; `paged_attention`
 walks over pages with a running softmax, so its memory follows one page and its time the longest context in the batch.

@@ -169,6 +169,10 @@ class DataSettings:
             not self.buckets or self.buckets[-1] >= self.max_length,
             f"data buckets = {self.buckets}: the last must hold max_length = {self.max_length}",
         )
+        require(
+            not (self.buckets and self.packing),
+            f"data buckets = {self.buckets}: packed rows all have max_length tokens; leave out buckets or packing",
+        )
         require(self.workers >= 0, f"data workers = {self.workers}: expected 0 or more")
         require(self.max_length >= 16, f"data max_length = {self.max_length}: expected at least 16 tokens")
         require(self.num_anchors >= 1, f"data num_anchors = {self.num_anchors}: expected at least 1")
@@ -193,6 +197,13 @@ class OptimizerSettings:
     def __post_init__(self) -> None:
         require(self.learning_rate > 0, f"optimizer learning_rate = {self.learning_rate}: expected a positive number")
         require(self.clip_norm > 0, f"optimizer clip_norm = {self.clip_norm}: expected a positive number")
+        require(self.weight_decay >= 0, f"optimizer weight_decay = {self.weight_decay}: expected 0 or more")
+        for field in ("warmup_fraction", "final_fraction"):
+            value = getattr(self, field)
+            require(0 <= value <= 1, f"optimizer {field} = {value}: expected a number from 0 to 1")
+        for field in ("b1", "b2"):
+            value = getattr(self, field)
+            require(0 <= value < 1, f"optimizer {field} = {value}: expected 0 or a number below 1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,9 +235,13 @@ class TrainSettings:
 
     def __post_init__(self) -> None:
         require(not self.recount_vocabulary or bool(self.start_from), "train recount_vocabulary needs start_from")
-        positive = "max_steps", "batch_size", "accumulation_steps", "blocks_per_chunk", "log_every", "checkpoint_every"
+        positive = (
+            "max_steps", "batch_size", "accumulation_steps", "blocks_per_chunk", "log_every", "checkpoint_every",
+            "keep_checkpoints", "eval_prompts", "eval_tokens",
+        )  # fmt: skip
         for field in positive:
             require(getattr(self, field) > 0, f"train {field} = {getattr(self, field)}: expected a positive number")
+        require(self.eval_every >= 0, f"train eval_every = {self.eval_every}: expected 0 (never) or more")
         require(
             self.batch_size % self.accumulation_steps == 0,
             f"train batch_size = {self.batch_size} is not a multiple of accumulation_steps = {self.accumulation_steps}",

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from dspark_jax import ConfigError, generate
+from dspark_jax.config import DataSettings
+from train.conversations import load_conversations
 from train.regenerate import Args, run
-from train.tiny import tiny_target
+from train.tiny import tiny_target, tiny_tokenizer
 
 PROMPTS = [f"Say {word}." for word in ("one", "two", "three", "four", "five", "six")]
 
@@ -60,6 +62,48 @@ def test_a_killed_run_goes_on_and_answers_nothing_twice(tmp_path: Path) -> None:
     assert args.out.read_bytes().startswith(b"\n".join(lines[:3]) + b"\n")
     assert sorted(record["prompt"] for record in answers(args)) == [0, 1, 5, 6, 7, 8]
     assert run(args, tiny_target())["written"] == 0
+
+
+def test_an_answer_counts_as_the_targets_own_for_its_target_and_template_only(tmp_path: Path) -> None:
+    args, tokenizer = made(tmp_path), tiny_target().tokenizer
+    run(args, tiny_target())
+
+    def own(target: str, tokenizer: Any) -> set[bool]:
+        settings = DataSettings((str(args.out),), max_length=256, min_supervised=1)
+        records = load_conversations(settings, tokenizer, 512, target=target).records
+        return {record.regenerated for record in records}
+
+    assert own("tiny-random", tokenizer) == {True}
+    assert own("another", tokenizer) == {False}
+    other = tiny_tokenizer()
+    other.tokenizer.chat_template += "{# another #}"
+    assert own("tiny-random", other) == {False}
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"messages": []}, r"answers\.jsonl:1: is no line of train\.regenerate"),
+        ({"prompt": 0, "target": "other"}, r"answers\.jsonl:1: was written by target 'other', this is 'tiny-random'"),
+        ({"prompt": 1}, r"answers\.jsonl:1: does not answer prompt 1 of .*prompts\.jsonl"),
+        ({"prompt": 99}, r"answers\.jsonl:1: does not answer prompt 99"),
+    ],
+)
+def test_answers_to_something_else_are_refused_and_left_alone(
+    tmp_path: Path, line: dict[str, Any], message: str
+) -> None:
+    args = made(tmp_path)
+    asked = {"messages": [{"role": "user", "content": PROMPTS[0]}], "target": "tiny-random"}
+    text = json.dumps(line if "messages" in line else asked | line) + '\n{"cut'
+    args.out.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        run(args, tiny_target())
+    assert args.out.read_text() == text
+
+
+def test_a_share_of_greedy_answers_is_a_share(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--greedy-fraction 1\.5: expected"):
+        made(tmp_path, greedy_fraction=1.5)
 
 
 def test_missing_and_broken_prompts_are_named(tmp_path: Path) -> None:

@@ -16,7 +16,10 @@ import optax
 import pytest
 
 from dspark_jax.config import ConfigError, DrafterConfig
-from train.checkpoint import Checkpoints, RunFacts, check_drafter
+from train.checkpoint import Checkpoints, RunFacts, changed_settings, check_drafter, check_target
+from train.main import load_config
+
+CONFIG = Path(__file__).resolve().parents[1] / "configs" / "tiny.py"
 
 
 class State(NamedTuple):
@@ -96,6 +99,22 @@ def test_only_the_last_checkpoints_are_kept(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["3", "4"]
 
 
+def test_the_best_checkpoint_is_kept_with_the_last(tmp_path: Path) -> None:
+    def there() -> list[str]:
+        return sorted(path.name for path in (tmp_path / "c").iterdir())
+
+    writer = opened(tmp_path / "c", keep=1)
+    for step, best in ((1, 1), (2, 1), (3, 1)):
+        writer.save(state(step), facts(step, best_step=best))
+    writer.close()
+    assert there() == ["1", "3"]
+    resumed = opened(tmp_path / "c", keep=1)
+    resumed.save(state(4), facts(4, best_step=1))
+    resumed.save(state(5), facts(5, best_step=4))
+    resumed.close()
+    assert there() == ["4", "5"]
+
+
 def test_an_unfinished_checkpoint_is_not_taken_for_whole(tmp_path: Path) -> None:
     writer = opened(tmp_path / "c")
     writer.save(state(1), facts(1))
@@ -158,6 +177,38 @@ def test_another_drafter_is_refused_by_field(tmp_path: Path) -> None:
     check_drafter(older, DRAFTER, tmp_path)
     with pytest.raises(ConfigError, match="num_layers 1 there, 2 here"):
         check_drafter(stored, dataclasses.replace(DRAFTER, num_layers=2), tmp_path)
+
+
+def test_another_target_is_refused_and_a_checkpoint_that_names_none_is_not(tmp_path: Path) -> None:
+    config = load_config(CONFIG)
+    stored = facts(1, target="a", config={"target": {"path": "first"}})
+    check_target(stored, "a", config, tmp_path)
+    check_target(dataclasses.replace(stored, target=""), "b", config, tmp_path)
+    with pytest.raises(ConfigError, match=r"of another target \(first, weights a; target tiny-random has b\)"):
+        check_target(stored, "b", config, tmp_path)
+
+
+def test_settings_that_change_in_mid_run_are_said_and_free_ones_are_not() -> None:
+    config = load_config(CONFIG)
+    stored = facts(1, config=json.loads(json.dumps(dataclasses.asdict(config))))
+    assert changed_settings(stored, config) == []
+    del stored.config["loss"]["dpace"]  # younger than the checkpoint
+    free = dataclasses.replace(
+        config,
+        target=dataclasses.replace(config.target, path="moved"),
+        data=dataclasses.replace(config.data, paths=("moved",), workers=3),
+        train=dataclasses.replace(config.train, log_every=1, accumulation_steps=2),
+    )
+    assert changed_settings(stored, free) == []
+    other = dataclasses.replace(
+        config,
+        optimizer=dataclasses.replace(config.optimizer, learning_rate=0.5),
+        loss=dataclasses.replace(config.loss, tv=0.25),
+    )
+    assert changed_settings(stored, other) == [
+        "optimizer learning_rate was 0.005, is 0.5 from here on",
+        "loss tv was 0.9, is 0.25 from here on",
+    ]
 
 
 def test_a_checkpoint_older_than_a_field_counts_as_having_its_default(tmp_path: Path) -> None:

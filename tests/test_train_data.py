@@ -2,6 +2,7 @@
 
 import collections
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ import pytest
 from array_record.python import array_record_module
 from talks import TOKENIZER, VOCAB, load, own_text, talk, turn, write
 
-from dspark_jax.config import ConfigError, DataSettings
-from train import data
+from dspark_jax.config import ConfigError, DataSettings, OptimizerSettings, TrainSettings
+from train import data, evaluate
 from train.conversations import load_conversations, read_jsonl
 from train.main import load_config
 from train.tiny import tiny_tokenizer
@@ -261,11 +262,53 @@ def test_array_records_are_read_like_lines(tmp_path: Path) -> None:
         ({"buckets": (64, 32)}, "ascending"),
         ({"buckets": (64,)}, "the last must hold max_length = 256"),
         ({"workers": -1}, "workers = -1"),
+        ({"buckets": (64, 256), "packing": True}, "leave out buckets or packing"),
     ],
 )
 def test_data_settings_that_fit_nothing_are_refused(settings: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         DataSettings(("x",), max_length=256, **settings)
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value"),
+    [
+        (TrainSettings, "keep_checkpoints", -1),
+        (TrainSettings, "keep_checkpoints", 0),
+        (TrainSettings, "eval_every", -1),
+        (TrainSettings, "eval_prompts", 0),
+        (TrainSettings, "eval_tokens", 0),
+        (OptimizerSettings, "warmup_fraction", -0.1),
+        (OptimizerSettings, "final_fraction", 1.5),
+        (OptimizerSettings, "b1", 1.0),
+        (OptimizerSettings, "b2", -0.5),
+        (OptimizerSettings, "weight_decay", -1.0),
+    ],
+)
+def test_settings_of_a_run_that_mean_nothing_are_refused_by_name(kind: Any, field: str, value: float) -> None:
+    others = {"max_steps": 1} if kind is TrainSettings else {}
+    with pytest.raises(ConfigError, match=rf"{field} = {re.escape(str(value))}: expected"):
+        kind(**others, **{field: value})
+
+
+def test_a_weighted_source_without_a_training_record_is_refused(records: list) -> None:
+    settings = DataSettings(("a.jsonl", "b.jsonl"), weights=(1.0, 1.0), max_length=256, min_supervised=2)
+    with pytest.raises(ConfigError, match=r"b\.jsonl: has a weight .* all of its conversations are held out"):
+        data.groups(records, settings, data.sizes(records, settings))
+
+
+def test_held_out_means_weigh_batches_by_blocks_and_slots_by_their_own_counts() -> None:
+    row = {name: np.zeros((1, 16)) for name in ("tokens", "supervised", "start", "anchors", "keep")}
+    parts = iter(
+        [
+            {"loss": 1.0, "acceptance_by_slot": [0.5, 1.0, 0.0], "blocks": 3.0, "slots": [3.0, 1.0, 0.0]},
+            {"loss": 5.0, "acceptance_by_slot": [1.0, 0.0, 0.0], "blocks": 1.0, "slots": [1.0, 1.0, 0.0]},
+        ]
+    )
+    means = evaluate.held_out_metrics(lambda batch: next(parts), [row, row])
+    assert means["loss"] == 2.0
+    assert means["acceptance_by_slot"].tolist() == [0.625, 0.5, 0.0]
+    assert means.keys() == {"loss", "acceptance_by_slot"}
 
 
 def test_one_shape_holds_every_record(records: list) -> None:

@@ -2,17 +2,22 @@
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
-from dspark_jax.config import Config, ConfigError
+from dspark_jax.config import Config, ConfigError, drafter_config
+from dspark_jax.target import cast_params
 from train import data, features, setup
 from train.evaluate import to_batch
 from train.main import load_config
 from train.step import eval_step
+from train.tiny import tiny_target, tiny_tokenizer
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "tiny.py"
 
@@ -23,7 +28,8 @@ def config() -> Config:
 
 
 def make(config: Config, out: Path, *more: str) -> int:
-    return features.main(["--config", str(CONFIG), "--out", str(out), "--dtype", "float32", *more])
+    dtype = () if "--dtype" in more else ("--dtype", "float32")
+    return features.main(["--config", str(CONFIG), "--out", str(out), *dtype, *more])
 
 
 @pytest.fixture(scope="module")
@@ -38,14 +44,20 @@ def with_cache(config: Config, cache: Path, **draft: object) -> Config:
     return dataclasses.replace(config, draft=changed, data=dataclasses.replace(config.data, features=str(cache)))
 
 
-def test_online_and_cached_give_the_same_loss(config: Config, cache: Path) -> None:
+@pytest.mark.parametrize(("dtype", "within"), [("float32", 1e-5), ("bfloat16", 0.02)])
+def test_online_and_cached_give_the_same_loss(
+    config: Config, cache: Path, tmp_path: Path, dtype: str, within: float
+) -> None:
+    if dtype == "bfloat16":  # the default, for half the space
+        cache = tmp_path
+        assert make(config, cache, "--dtype", dtype) == 0
     run = setup.build(with_cache(config, cache), None)
     rows = [data.element((record,), run.shapes[0], np.random.default_rng(0), run.features) for record in run.train[:4]]
     cached = to_batch(jax.tree.map(lambda *leaves: np.stack(leaves), *rows))
     state = run.first_state()
     online = eval_step(run.models, run.mesh, state.params, run.weights, cached._replace(features=None))
     for name, value in eval_step(run.models, run.mesh, state.params, run.weights, cached).items():
-        np.testing.assert_allclose(value, online[name], rtol=1e-5, atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(value, online[name], rtol=within, atol=within, err_msg=name)
 
 
 def test_a_run_goes_on_after_its_last_whole_shard(
@@ -125,6 +137,80 @@ def test_another_target_and_template_are_refused_by_name(config: Config, cache: 
         (tmp_path / "manifest.json").write_text(json.dumps(manifest))
         with pytest.raises(ConfigError, match=f"made with {name} = '{value}'"):
             setup.build(with_cache(config, tmp_path), None)
+
+
+def test_whatever_changes_features_changes_the_identity() -> None:
+    target, drafter = tiny_target(), drafter_config(load_config(CONFIG).draft, tiny_target().config)
+    known = features.identity(target, drafter)
+    embed = target.params["embed"]
+    tokenizer = tiny_tokenizer()
+    tokenizer.tokenizer.chat_template += "{# another #}"
+    changed = {
+        "weights": dataclasses.replace(target, params=target.params | {"embed": embed.at[-1, -1].add(1.0)}),
+        "shape": dataclasses.replace(target, config=dataclasses.replace(target.config, rope_theta=5e5)),
+        "target_dtype": dataclasses.replace(target, params=cast_params(target.params, "bfloat16")),
+        "template": dataclasses.replace(target, tokenizer=tokenizer),
+    }
+    for name, other in changed.items():
+        found = features.identity(other, drafter)
+        assert {key for key in known if found[key] != known[key]} == {name}
+    assert features.identity(target, dataclasses.replace(drafter, target_layer_ids=(0,)))["layers"] == [0]
+
+
+def test_an_entry_that_is_not_what_was_written_is_refused_when_it_is_read(
+    config: Config, cache: Path, tmp_path: Path
+) -> None:
+    """The digests are exchanged, not the shard's bytes: ArrayRecord has checksums of its own for those."""
+    for file in cache.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    manifest = json.loads((cache / "manifest.json").read_text())
+    manifest["shards"][0]["digests"].reverse()
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    run = setup.build(with_cache(config, tmp_path), None)
+    assert run.features is not None
+    with pytest.raises(ConfigError, match=r"shard-00000.array_record: entry \d+ is not what was written"):
+        run.features.read(run.train[:2], 512)
+
+
+def test_what_cannot_be_written_is_said(config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert make(config, tmp_path / "file" / "cache") == 2
+    assert "cache: cannot write it" in capsys.readouterr().err
+
+
+def test_only_what_is_still_to_be_made_is_estimated(
+    config: Config, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = setup.build(config, None)
+    tokens = sum({features.record_key(record): len(record.tokens) for record in run.conversations.records}.values())
+    records = run.conversations.records * 2
+    manifest = features.open_manifest(run.target, run.drafter, "float32", cache / "none")
+    todo = features.missing(records, manifest)
+    size = features.estimate(todo, run.target, run.drafter, "float32", cache)
+    # Two taps and the hidden state of 32 numbers, and the log-partition.
+    assert (size.tokens, size.bytes) == (tokens, tokens * (3 * 32 * 4 + 4))
+    written = sum(file.stat().st_size for file in cache.glob("*.array_record"))
+    assert 0.8 * size.bytes < written < 1.3 * size.bytes  # compressed, and with names
+    assert make(config, cache) == 0
+    known = len(run.conversations.records)
+    assert f"0 of {known} conversations are to be made: 0 tokens" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.multidevice
+def test_several_devices_make_the_same_features(config: Config, cache: Path, tmp_path: Path) -> None:
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    mesh = ["--mesh.data", "2", "--mesh.fsdp", "2", "--mesh.tensor", "2"]
+    command = [sys.executable, "-m", "train.features", "--config", str(CONFIG), "--out", str(tmp_path / "cache")]
+    subprocess.run(
+        [*command, "--dtype", "float32", *mesh], env=environment, cwd=CONFIG.parents[1], check=True, timeout=300
+    )
+    one, eight = (setup.build(with_cache(config, folder), None) for folder in (cache, tmp_path / "cache"))
+    assert one.features is not None and eight.features is not None
+    for record in one.train[:5]:
+        pair = (cached.read((record,), 192) for cached in (one.features, eight.features))
+        for left, right in zip(*pair, strict=True):
+            np.testing.assert_allclose(left, right, rtol=1e-4, atol=1e-4)
 
 
 def test_a_damaged_shard_is_refused_by_name(config: Config, cache: Path, tmp_path: Path) -> None:

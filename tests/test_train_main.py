@@ -111,6 +111,41 @@ def test_sigterm_saves_and_a_resumed_run_ends_where_a_straight_one_does(
         np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
 
 
+@pytest.mark.slow
+def test_a_run_killed_while_it_evaluates_loses_neither_step_nor_evaluation(
+    straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: Any) -> float:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.evaluate, "accepted_length", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path / "w")
+    assert saved(tmp_path / "w")[1].step == STEPS // 2
+    assert run(tmp_path / "w", "--resume") == 0
+    assert saved(tmp_path / "w")[1] == saved(straight)[1]
+
+
+@pytest.mark.slow
+def test_sigterm_in_the_last_step_does_not_leave_out_its_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(loop.hosts, "agreed", lambda asked, step: step == STEPS)
+    assert run(tmp_path, "--train.eval-every", str(STEPS)) == 0
+    assert f"finished at step {STEPS}" in capsys.readouterr().out
+    assert saved(tmp_path)[1].best_step == STEPS
+
+
+def test_a_second_sigterm_does_not_disturb_the_save() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with loop._stop_signals() as asked:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert asked()
+        assert signal.getsignal(signal.SIGTERM) is not before
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -242,6 +277,10 @@ def test_a_run_can_start_from_a_written_drafter(
     assert run_.draft_vocabulary is not None and run_.draft_vocabulary.tolist() == facts.draft_vocabulary
     for given, trained in zip(jax.tree.leaves(first.params), jax.tree.leaves(state.params), strict=True):
         np.testing.assert_allclose(np.asarray(given), np.asarray(trained), rtol=2**-8)
+    moved = dataclasses.replace(config, train=dataclasses.replace(config.train, start_from="gone"))
+    whole = dataclasses.replace(moved, draft=dataclasses.replace(config.draft, draft_vocab_size=0))
+    assert setup.build(moved, facts).draft_vocabulary is not None  # a resumed run has its weights already
+    assert setup.build(whole, dataclasses.replace(facts, draft_vocabulary=None)).draft_vocabulary is None
     assert run(tmp_path, "--train.start-from", start, "--draft.block-size", "3") == 2
     assert "its block_size differ from the run's draft settings" in capsys.readouterr().err
 

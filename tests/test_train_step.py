@@ -50,6 +50,19 @@ def test_chunks_change_neither_values_nor_gradients(run: setup.Run, batch: Batch
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), grads, plain_grads)
 
 
+@pytest.mark.slow
+def test_one_loop_over_stacked_layers_gives_the_same_loss_and_gradients(run: setup.Run, batch: Batch) -> None:
+    """Accelerators run the loop, CPUs the layers one by one."""
+    params = init_state(run.drafter, run.config).params
+
+    def value_and_grad(scan_layers: bool) -> tuple:
+        step = functools.partial(loss_and_gradients, run.models._replace(scan_layers=scan_layers))
+        return jax.jit(step)(params, run.weights, batch, Shares(jnp.float32(0.0), jnp.float32(0.0)))
+
+    plain, looped = (value_and_grad(scan_layers) for scan_layers in (False, True))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), plain, looped)
+
+
 def test_slots_stop_at_the_first_unsupervised_token_and_at_the_rows_end() -> None:
     supervised = jnp.asarray([[0, 1, 1, 1, 0, 1, 1, 1]], bool)
     anchors, keep = jnp.asarray([[1, 4, 5, 6, 1]]), jnp.asarray([[True, True, True, True, False]])
@@ -69,6 +82,12 @@ def test_a_batch_that_is_not_finite_leaves_the_state_alone(run: setup.Run, batch
     jax.tree.map(np.testing.assert_array_equal, before, (state.params, state.opt_state))
     state, metrics = train_step(run.models, run.mesh, state, run.weights, batch)
     assert float(metrics["skipped"]) == 0.0 and np.isfinite(float(metrics["loss"]))
+    # The rate of the first update, though it comes in the second step.
+    assert float(metrics["learning_rate"]) == 0.0
+    _, metrics = train_step(run.models, run.mesh, state, run.weights, batch)
+    with jax.numpy_dtype_promotion("standard"):
+        wanted = learning_rate_schedule(run.config.optimizer, run.config.train.max_steps)(1)
+    assert float(metrics["learning_rate"]) == pytest.approx(float(wanted))
 
 
 def test_an_empty_mask_gives_zero_loss_and_finite_gradients(run: setup.Run, batch: Batch) -> None:

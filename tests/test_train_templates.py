@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from talks import VOCAB, load, own_text, talk, write
+from talks import VOCAB, load, own_text, talk, turn, write
 from test_train_data import grouped
 
 from dspark_jax.config import DataSettings
@@ -70,3 +70,29 @@ def test_an_answer_is_learnt_as_it_was_given_and_not_as_history_shows_it(
     assert own_text(record) == emitted
     assert record.prompt == tokenizer.chat(talk("a", "b", "c")["messages"], True, thinking)
     assert record.thinking is thinking
+
+
+# Shows the name of whoever speaks, and an answer's calls behind its text.
+TOOLS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] }}{% if m['name'] %}{{ ' ' + m['name'] }}{% endif %}"
+    "{{ '\n' + m['content'] }}"
+    "{% for call in m['tool_calls'] or [] %}{{ '<call>' + call['function']['name'] }}{% endfor %}{{ '<|im_end|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def test_calls_of_tools_are_the_assistants_own_and_what_tools_say_is_not(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.tokenizer.chat_template = TOOLS
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": {}}}
+    turns = [
+        turn("user", "Weather?"),
+        turn("assistant", None) | {"tool_calls": [call]},
+        turn("tool", "rain") | {"name": "look", "tool_call_id": "1"},
+        turn("assistant", "It rains."),
+    ]
+    path = write(tmp_path / "x.jsonl", [{"messages": turns}])
+    settings = DataSettings((path,), max_length=256, num_anchors=8, min_supervised=2)
+    (record,) = load_conversations(settings, tokenizer, VOCAB).records
+    assert own_text(record) == "<call>look<|im_end|>It rains.<|im_end|>"
+    assert "<|im_start|>tool look\nrain<|im_end|>" in tokenizer.decode(record.tokens.tolist(), keep_special=True)

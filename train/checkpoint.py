@@ -3,15 +3,27 @@
 import contextlib
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 from orbax.checkpoint import v1 as ocp
 
-from dspark_jax.config import ConfigError, DrafterConfig
+from dspark_jax.config import Config, ConfigError, DrafterConfig
 
 _STATE, _RUN = "state", "run"
+# Settings that may change in mid-run without a word: where things lie, how work is cut, what is shown and kept. The
+# drafter is checked by itself, what the data hold by its fingerprint.
+_FREE = {
+    "target": {"path"},
+    "data": {"paths", "features", "workers"},
+    "train": {
+        "start_from", "recount_vocabulary", "markov_init", "accumulation_steps", "blocks_per_chunk", "log_every",
+        "checkpoint_every", "keep_checkpoints", "eval_every",
+    },
+}  # fmt: skip
+_FREE_GROUPS = ("draft", "mesh")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +32,9 @@ class RunFacts:
 
     `data` is the fingerprint of the data (train.data.fingerprint), `place` the number of the next batch, `data_seed`
     what the order was seeded with. `draft_vocabulary` belongs to the weights: it is never computed again. `best` is
-    the best accepted length so far, None before the first evaluation.
+    the best accepted length so far, None before the first evaluation, and `best_step` where it was measured. `owed`:
+    an evaluation falls on this step and was not made yet. `target` is the hash of the target's weights
+    (train.features.weights_hash).
     """
 
     step: int
@@ -31,6 +45,21 @@ class RunFacts:
     draft_vocabulary: list[int] | None
     best: float | None
     config: dict[str, Any]
+    best_step: int | None = None
+    owed: bool = False
+    target: str = ""
+
+
+@dataclasses.dataclass
+class _LastAndBest:
+    """Orbax asks it what to preserve: the last `keep` checkpoints, and that of step `best`."""
+
+    keep: int
+    best: int | None = None
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        last = len(checkpoints) - self.keep
+        return [index >= last or checkpoint.step == self.best for index, checkpoint in enumerate(checkpoints)]
 
 
 class Checkpoints:
@@ -39,12 +68,11 @@ class Checkpoints:
 
     def __init__(self, directory: Path, keep: int) -> None:
         self._directory = directory.absolute()
-        policies = ocp.training.preservation_policies
-        best = policies.BestN(get_metric_fn=_accepted_length, n=1, keep_checkpoints_without_metrics=False)
+        self._preserved = _LastAndBest(keep)
         try:
             self._checkpointer = ocp.training.Checkpointer(
                 str(self._directory),
-                preservation_policy=policies.AnyPreservationPolicy([policies.LatestN(keep), best]),  # type: ignore[arg-type]
+                preservation_policy=self._preserved,
                 cleanup_tmp_directories=True,
             )
         except OSError as error:
@@ -58,19 +86,14 @@ class Checkpoints:
         newest = self._checkpointer.latest
         return None if newest is None else newest.step
 
-    def save(self, state: Any, facts: RunFacts, accepted_length: float | None = None) -> None:
-        """Starts writing; `accepted_length` is what this state measured, if it was measured.
-
-        Raises ConfigError when this write or the one before it fails, as on a full disk.
-        """
+    def save(self, state: Any, facts: RunFacts) -> None:
+        """Starts writing. Raises ConfigError when this write or the one before it fails, as on a full disk."""
         self.wait()
+        self._preserved.best = facts.best_step
         run = json.loads(json.dumps(dataclasses.asdict(facts)))
         try:
             self._writing = self._checkpointer.save_checkpointables_async(
-                facts.step,
-                {_STATE: state, _RUN: run},
-                force=True,
-                metrics=None if accepted_length is None else {"accepted_length": accepted_length},
+                facts.step, {_STATE: state, _RUN: run}, force=True
             )
         except Exception as error:
             raise self._cannot_write(error) from error
@@ -143,9 +166,27 @@ def check_drafter(facts: RunFacts, config: DrafterConfig, directory: Path) -> No
         )
 
 
+def check_target(facts: RunFacts, weights: str, config: Config, directory: Path) -> None:
+    """Raises ConfigError where a checkpoint was trained on the features of another target. Those that are older than
+    this note name none."""
+    if facts.target not in ("", weights):
+        raise ConfigError(
+            f"{directory}: its checkpoint is of another target ({facts.config['target']['path']}, weights"
+            f" {facts.target}; target {config.target.path} has {weights}); use its own, or another --workdir"
+        )
+
+
+def changed_settings(facts: RunFacts, config: Config) -> list[str]:
+    """What a run goes on with that its checkpoint was not trained with, one line a setting."""
+    groups = json.loads(json.dumps(dataclasses.asdict(config)))
+    return [
+        f"{group} {name} was {facts.config[group][name]!r}, is {value!r} from here on"
+        for group, fields in groups.items()
+        if group not in _FREE_GROUPS
+        for name, value in fields.items()
+        if name not in _FREE.get(group, ()) and facts.config.get(group, {}).get(name, value) != value
+    ]
+
+
 def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def _accepted_length(metrics: Any) -> float:
-    return metrics["accepted_length"]

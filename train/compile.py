@@ -37,9 +37,9 @@ from dspark_jax.config import Config, ConfigError, TargetConfig, drafter_config
 from dspark_jax.drafters.base import Frozen
 from dspark_jax.hlo import Traffic, traffic
 from dspark_jax.slices import CHIPS, Chip
-from dspark_jax.target import TargetModel, head_table
+from dspark_jax.target import head_table
 from train.main import load_config, load_target_shape
-from train.objective import Batch, StepModels, StepWeights
+from train.objective import Batch, StepModels, StepWeights, target_shapes
 from train.step import TrainState, init_state, jitted_step, state_shardings
 
 
@@ -83,10 +83,10 @@ def abstract_step(
         return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, where)
 
     state = jax.eval_shape(lambda: init_state(drafter, config))
-    ids = jnp.zeros((1, 1), jnp.int32)
-    params = jax.eval_shape(lambda: TargetModel(target).init(jax.random.key(0), ids, ids))["params"]
     kind = jnp.dtype(config.target.dtype)
-    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, kind if len(x.shape) > 1 else x.dtype), params)
+    params = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, kind if len(x.shape) > 1 else x.dtype), target_shapes(target)
+    )
     # Shapes stand for arrays from here on.
     vocabulary: Any = None
     to_draft: Any = None

@@ -31,8 +31,8 @@ class Record:
     """One conversation: ids [S] int32, and whether each is the assistant's own, hence supervised [S] bool.
 
     `number` counts kept records in the order of the files; `split_key` in [0, 1) depends on the prompt's text alone.
-    `regenerated` says that train.regenerate wrote the answer, so it is the target's own; `thinking` that the assistant
-    thinks aloud in it; `source` which of the paths it is from.
+    `regenerated` says that train.regenerate wrote the answer with the run's target and template, so it is the target's
+    own; `thinking` that the assistant thinks aloud in it; `source` which of the paths it is from.
     """
 
     tokens: np.ndarray
@@ -146,18 +146,19 @@ def read_array_record(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def load_conversations(
-    settings: DataSettings, tokenizer: ChatTokenizer, vocab_size: int, share: Share = Share()
+    settings: DataSettings, tokenizer: ChatTokenizer, vocab_size: int, share: Share = Share(), target: str = ""
 ) -> Conversations:
     """Reads, renders and tokenises all files of `settings.paths`; of several processes each tokenises its share.
 
-    A conversation that cannot be used is skipped and counted under its reason. Raises ConfigError for a broken file,
-    no file, a tokenizer without chat template, and when nothing is left.
+    `target` is the name by which train.regenerate marks the target's own answers. A conversation that cannot be used is
+    skipped and counted under its reason. Raises ConfigError for a broken file, no file, a tokenizer without chat
+    template, and when nothing is left.
     """
     if not settings.paths:
         raise ConfigError("data paths is empty: name at least one file of conversations")
     if not tokenizer.tokenizer.chat_template:
         raise ConfigError("the target's tokenizer has no chat template, so it cannot render conversations")
-    entries, skipped = _read(settings.paths)
+    entries, skipped = _read(settings.paths, (target, tokenizer.template_hash))
     tokenised = _in_shares(entries, share, lambda entry: _tokenised(entry, settings, tokenizer, vocab_size))
     records: list[Record] = []
     truncated = 0
@@ -183,8 +184,9 @@ def load_conversations(
     return Conversations(records, dict(skipped.most_common()), truncated)
 
 
-def _read(paths: Sequence[str]) -> tuple[list[_Entry], collections.Counter[str]]:
-    """The conversations of all files in order, and how many have no answer to learn from, by reason."""
+def _read(paths: Sequence[str], own: tuple[str, str]) -> tuple[list[_Entry], collections.Counter[str]]:
+    """The conversations of all files in order, and how many have no answer to learn from, by reason. `own`: target and
+    template of answers that count as regenerated."""
     entries: list[_Entry] = []
     skipped: collections.Counter[str] = collections.Counter()
     for source, path in enumerate(paths):
@@ -197,7 +199,7 @@ def _read(paths: Sequence[str]) -> tuple[list[_Entry], collections.Counter[str]]
                 continue
             said = raw.get("thinking")
             thinking = said if isinstance(said, bool) else None
-            cut_off, regenerated = raw.get("finish") == "length", "sampling" in raw
+            cut_off, regenerated = raw.get("finish") == "length", (raw.get("target"), raw.get("template")) == own
             entries.append(_Entry(messages, cut_off, thinking, _split_key(messages), regenerated, source))
     return entries, skipped
 

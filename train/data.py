@@ -87,7 +87,7 @@ def pack(records: Sequence[Record], length: int) -> list[Row]:
 def sizes(records: Sequence[Record], settings: DataSettings) -> list[Sizes]:
     """The shapes of a run, ascending: of `settings.buckets`, else one that holds the longest record (or a full pack).
 
-    No shape has more anchors than some row of it can use.
+    Without packing no shape has more anchors than some row of it can use.
     """
     if settings.packing:
         return [Sizes(settings.max_length, settings.num_anchors)]
@@ -101,9 +101,19 @@ def sizes(records: Sequence[Record], settings: DataSettings) -> list[Sizes]:
 
 
 def groups(records: Sequence[Record], settings: DataSettings, shapes: Sequence[Sizes]) -> list[Group]:
-    """Rows of the records by source and shape. Without `settings.weights` every row comes equally often."""
+    """Rows of the records by source and shape. Without `settings.weights` every row comes equally often.
+
+    Raises ConfigError for a weighted source that has no record here: its share would go to the others.
+    """
     made: list[Group] = []
-    for source in sorted({record.source for record in records}):
+    sources = sorted({record.source for record in records})
+    for source, path in enumerate(settings.paths if settings.weights else ()):
+        if source not in sources:
+            raise ConfigError(
+                f"{path}: has a weight of data weights, but all of its conversations are held out; add some, or change"
+                " data validation_fraction"
+            )
+    for source in sources:
         own = [record for record in records if record.source == source]
         rows = pack(own, shapes[-1].length) if settings.packing else [(record,) for record in own]
         by_shape: dict[Sizes, list[Row]] = {}

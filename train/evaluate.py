@@ -29,14 +29,16 @@ def to_batch(element: Element) -> Batch:
 
 
 def held_out_metrics(step: Callable[[Batch], Any], elements: Iterable[Element]) -> Metrics:
-    """Means of the step's metrics over held-out batches, weighted by the blocks in each."""
+    """Means of the step's metrics over held-out batches, weighted by the blocks in each; the acceptance of a slot, by
+    how often the slot counts."""
     parts = [jax.device_get(step(to_batch(element))) for element in elements]
-    weights = np.asarray([part["blocks"] for part in parts], np.float64)
-    return {
-        name: np.average([part[name] for part in parts], axis=0, weights=weights)
-        for name in parts[0]
-        if name != "blocks"
-    }
+
+    def mean(name: str) -> np.ndarray:
+        count = "slots" if name == "acceptance_by_slot" else "blocks"
+        values, weights = (np.asarray([part[key] for part in parts], np.float64) for key in (name, count))
+        return np.sum(values * weights, axis=0) / np.maximum(np.sum(weights, axis=0), 1.0)
+
+    return {name: mean(name) for name in parts[0] if name not in ("blocks", "slots")}
 
 
 def prompts(records: Sequence[Record], count: int, longest: int) -> list[list[int]]:

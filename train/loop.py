@@ -11,13 +11,14 @@ from types import FrameType
 from typing import Any
 
 import jax
+import numpy as np
 from rich.console import Console
 from safetensors import SafetensorError
 
 from dspark_jax.config import Config, ConfigError
 from dspark_jax.weights.drafter_files import native_format, write_drafter
 from train import data, evaluate, hosts, setup
-from train.checkpoint import Checkpoints, RunFacts, check_drafter
+from train.checkpoint import Checkpoints, RunFacts, changed_settings, check_drafter, check_target
 from train.feed import Feed
 from train.report import Report
 from train.step import TrainState, eval_step, train_step
@@ -43,9 +44,12 @@ def train(config: Config, workdir: Path, resume: bool, console: Console) -> Outc
     """
     with contextlib.closing(_open(workdir, config.train.keep_checkpoints, resume)) as checkpoints:
         facts = checkpoints.load_facts() if resume else None
-        run = setup.build(config, facts.draft_vocabulary if facts else None)
+        run = setup.build(config, facts)
         if facts:
             check_drafter(facts, run.drafter, workdir)
+            check_target(facts, run.target_hash, config, workdir)
+            for change in changed_settings(facts, config):
+                console.print(f"note: {change}", markup=False, highlight=False, soft_wrap=True)
         return _Training(run, workdir, checkpoints, facts, console).run()
 
 
@@ -75,10 +79,12 @@ class _Training:
         config = run.config
         self.fingerprint = data.fingerprint(run.groups, batch_size=config.train.batch_size)
         self.state: TrainState = run.first_state(resumed=facts is not None)
-        self.step, self.best, self.data_seed, place = 0, None, config.train.seed, 0
+        self.step, self.data_seed, place = 0, config.train.seed, 0
+        self.best, self.best_step, self.owed = None, None, False
         if facts:
             self.state = checkpoints.load_state(self.state)
-            self.step, self.best, self.data_seed, place = facts.step, facts.best, facts.data_seed, facts.place
+            self.step, self.data_seed, place = facts.step, facts.data_seed, facts.place
+            self.best, self.best_step, self.owed = facts.best, facts.best_step, facts.owed
             if facts.data != self.fingerprint:
                 # Other records: the old place means nothing, and the old order would repeat its first records.
                 self.data_seed, place = config.train.seed + self.step, 0
@@ -95,7 +101,7 @@ class _Training:
                 f" context of {run.target.config.max_length}"
             )
         self.measured: dict[str, Any] = {}
-        self.saved: int | None = None
+        self.saved: int | None = self.step if facts else None
 
     def run(self) -> Outcome:
         settings = self.run_.config.train
@@ -103,16 +109,21 @@ class _Training:
             self.console.print(line, highlight=False, soft_wrap=True, markup=False)
         stopped = False
         with Report(self.workdir, self.step, settings.max_steps, self.console) as report, _stop_signals() as asked:
+            if self.owed and settings.eval_every:
+                self._evaluate(report)
             while self.step < settings.max_steps and not stopped:
                 self._train_step(report)
-                stopped = hosts.agreed(asked, self.step)
-                last = stopped or self.step == settings.max_steps
-                if last or self.step % settings.log_every == 0:
+                last = self.step == settings.max_steps
+                stopped = hosts.agreed(asked, self.step) and not last
+                if stopped or last or self.step % settings.log_every == 0:
                     report.flush(self.step)
-                evaluating = settings.eval_every and not stopped
-                if evaluating and (last or self.step % settings.eval_every == 0):
+                saving = stopped or last or self.step % settings.checkpoint_every == 0
+                self.owed = bool(settings.eval_every) and (last or self.step % settings.eval_every == 0)
+                if saving and not last:
+                    self._checkpoint()  # an evaluation takes long, and a preempted run has little time
+                if self.owed and not stopped:
                     self._evaluate(report)
-                if last or self.step % settings.checkpoint_every == 0:
+                if saving:
                     self._save()
                     report.restart_clock()
             self.checkpoints.wait()
@@ -127,16 +138,19 @@ class _Training:
     def _evaluate(self, report: Report) -> None:
         """Held-out loss and real accepted length; keeps the drafter when it is the best so far."""
         run, settings = self.run_, self.run_.config.train
+        rows = settings.batch_size // settings.accumulation_steps  # as many as a training step works on at a time
         elements = data.held_out_batches(
-            self.held_out, run.shapes[-1], settings.batch_size, settings.seed, run.features, hosts.shard(run.mesh)
+            self.held_out, run.shapes[-1], rows, settings.seed, run.features, hosts.shard(run.mesh)
         )
         step = functools.partial(_eval, run, self.state.params)
         metrics: dict[str, Any] = dict(evaluate.held_out_metrics(step, elements))
         target, drafter = run.servable(self.state.params)
-        length, sampled = (
+        lengths = [
             evaluate.accepted_length(target, drafter, self.prompts, settings.eval_tokens, temperature, settings.seed)
             for temperature in (0.0, 1.0)
-        )
+        ]
+        # Every host has decoded for itself, and rounding may differ: what is best must be one answer.
+        length, sampled = (float(x) for x in hosts.of_first(np.asarray(lengths, np.float32)))
         metrics |= {"accepted_length/temperature_0": length, "accepted_length/temperature_1": sampled}
         self.measured = {"step": self.step, "temperature_0": length, "temperature_1": sampled}
         report.scalars("held_out", metrics, self.step)
@@ -145,13 +159,21 @@ class _Training:
             f"step {self.step}: held-out loss {float(metrics['loss']):.4f}, tau {float(metrics['tau']):.3f}, accepted"
             f" length {length:.3f} (temperature 0), {sampled:.3f} (1){', the best so far' if best else ''}"
         )
+        self.owed = False
         if best:
-            self.best = length
+            self.best, self.best_step = length, self.step
             self._write_drafter("drafter_best")
             self._save()
         report.restart_clock()
 
     def _save(self) -> None:
+        self._checkpoint()
+        self._write_drafter("drafter")
+
+    def _checkpoint(self) -> None:
+        """Saves the state of this step, once."""
+        if self.step == self.saved:
+            return
         run = self.run_
         facts = RunFacts(
             step=self.step,
@@ -162,12 +184,12 @@ class _Training:
             draft_vocabulary=None if run.draft_vocabulary is None else run.draft_vocabulary.tolist(),
             best=self.best,
             config=dataclasses.asdict(run.config),
+            best_step=self.best_step,
+            owed=self.owed,
+            target=run.target_hash,
         )
-        if self.step != self.saved:
-            measured = self.measured["temperature_0"] if self.measured.get("step") == self.step else None
-            self.checkpoints.save(self.state, facts, measured)
-            self.saved = self.step
-        self._write_drafter("drafter")
+        self.checkpoints.save(self.state, facts)
+        self.saved = self.step
 
     def _write_drafter(self, name: str) -> None:
         run = self.run_
@@ -201,7 +223,8 @@ def _eval(run: setup.Run, params: Any, batch: evaluate.Batch) -> dict[str, jax.A
 
 @contextlib.contextmanager
 def _stop_signals() -> Iterator[Callable[[], bool]]:
-    """Says whether SIGTERM (preemption) or SIGINT has come; a second SIGINT interrupts at once."""
+    """Says whether SIGTERM (preemption) or SIGINT has come; a second SIGINT interrupts at once, a second SIGTERM does
+    not disturb the save."""
     asked = threading.Event()
     # With several processes JAX itself listens for SIGTERM and makes them agree on a step.
     if threading.current_thread() is not threading.main_thread() or jax.process_count() > 1:
@@ -210,7 +233,8 @@ def _stop_signals() -> Iterator[Callable[[], bool]]:
 
     def stop(number: int, _: FrameType | None) -> None:
         asked.set()
-        signal.signal(number, before[signal.Signals(number)])
+        if number == signal.SIGINT:
+            signal.signal(number, before[signal.SIGINT])
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:

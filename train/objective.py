@@ -71,6 +71,12 @@ class BatchSums(NamedTuple):
     by_slot_2G: jax.Array
 
 
+def target_shapes(target: TargetConfig) -> Params:
+    """The target's parameters as shapes."""
+    ids = jnp.zeros((1, 1), jnp.int32)
+    return jax.eval_shape(lambda: target_lib.TargetModel(target).init(jax.random.key(0), ids, ids))["params"]
+
+
 def target_features(
     target: TargetConfig,
     drafter: DrafterConfig,

@@ -2,14 +2,19 @@
 
     python -m train.regenerate --target smollm2-135m --prompts prompts.jsonl --out answers.jsonl
 
-Every output line is one conversation: {"messages": [...], "finish": "stop" or "length", "prompt": line number,
-"sampling": {...}} and the other fields of its prompt. A run that is killed goes on where it stopped.
+Every output line is one conversation: {"messages": [...], "finish": "stop" or "length", "prompt": number of the prompt,
+"sampling": {...}, "target": name, "template": hash} and the other fields of its prompt. A run that is killed goes on
+where it stopped.
 """
 
 import dataclasses
+import itertools
 import json
+import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import tyro
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -42,16 +47,42 @@ class Args:
     batch_size: int = 64
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.greedy_fraction <= 1:
+            raise ConfigError(f"--greedy-fraction {self.greedy_fraction}: expected a number from 0 to 1")
 
-def _resume(out: Path) -> set[int]:
-    """Prompt numbers already answered. A last line that a kill cut short is removed."""
+
+def _question(prompt: dict[str, Any]) -> str:
+    """What a prompt asks; "" where it asks nothing."""
+    turns = prompt.get("turns") or [""]
+    return str(turns[0])
+
+
+def _resume(args: Args, prompts: Sequence[dict[str, Any]], target: str) -> set[int]:
+    """Prompt numbers already answered. A last line that a kill cut short is removed, once all others are known to be
+    answers of this target to these prompts: raises ConfigError otherwise."""
+    out, done = args.out, set()
     if not out.exists():
-        return set()
+        return done
     data = out.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
-    if len(whole) < len(data):
-        out.write_bytes(whole)
-    return {record["prompt"] for _, record in read_jsonl(out)}
+    end = data.rfind(b"\n") + 1
+    whole = sum(bool(line.strip()) for line in data[:end].split(b"\n"))
+    for line, record in itertools.islice(read_jsonl(out), whole):
+        number, other = record.get("prompt"), "choose another --out"
+        if not isinstance(number, int) or not isinstance(record.get("messages"), list):
+            raise ConfigError(
+                f"{out}:{line}: is no line of train.regenerate (it lacks 'prompt' or 'messages'); {other}"
+            )
+        by = record.get("target")
+        if by != target:
+            raise ConfigError(f"{out}:{line}: was written by target {by!r}, this is {target!r}; {other}")
+        asked = [turn.get("content") for turn in record["messages"][:1] if isinstance(turn, dict)]
+        if not 0 <= number < len(prompts) or asked != [_question(prompts[number])]:
+            raise ConfigError(f"{out}:{line}: does not answer prompt {number} of {args.prompts}; {other}")
+        done.add(number)
+    if end < len(data):
+        os.truncate(out, end)
+    return done
 
 
 def _sampling(args: Args, number: int) -> SamplingParams:
@@ -64,17 +95,17 @@ def run(args: Args, target: Target) -> dict[str, int]:
     if target.tokenizer is None:
         raise ConfigError(f"{args.target}: has no tokenizer, so prompts cannot be encoded")
     records = [record for _, record in read_jsonl(args.prompts)]
-    done = _resume(args.out)
+    name, template = target.config.name, target.tokenizer.template_hash
+    done = _resume(args, records, name)
     counts = {"written": 0, "already there": len(done), "too long": 0, "empty": 0}
     todo: list[tuple[int, list[int]]] = []
     for number, record in enumerate(records):
-        turns = record.get("turns") or []
-        if not turns or not str(turns[0]).strip():
+        if not _question(record).strip():
             counts["empty"] += 1
             continue
         if number in done:
             continue
-        ids = target.tokenizer.chat([{"role": "user", "content": turns[0]}], True, args.thinking)
+        ids = target.tokenizer.chat([{"role": "user", "content": _question(record)}], True, args.thinking)
         if len(ids) > args.max_prompt_tokens:
             counts["too long"] += 1
         else:
@@ -108,12 +139,14 @@ def run(args: Args, target: Target) -> dict[str, int]:
                     record = {key: value for key, value in records[number].items() if key != "turns"}
                     record |= {
                         "messages": [
-                            {"role": "user", "content": records[number]["turns"][0]},
+                            {"role": "user", "content": _question(records[number])},
                             {"role": "assistant", "content": target.tokenizer.decode(generation.tokens)},
                         ],
                         "finish": "stop" if stopped else "length",
                         "prompt": number,
                         "sampling": dataclasses.asdict(sampling),
+                        "target": name,
+                        "template": template,
                     } | ({} if args.thinking is None else {"thinking": args.thinking})
                     out.write(json.dumps(record, ensure_ascii=False) + "\n")
                 out.flush()
@@ -123,8 +156,8 @@ def run(args: Args, target: Target) -> dict[str, int]:
 
 
 def main() -> int:
-    args = tyro.cli(Args, description=__doc__)
     try:
+        args = tyro.cli(Args, description=__doc__)
         counts = run(args, load_target(args.target, args.dtype))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)

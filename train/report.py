@@ -76,7 +76,8 @@ class Report:
                     " checkpoint is unharmed: lower --optimizer.learning-rate, or look for broken data"
                 )
         means = {name: np.mean([metrics[name] for metrics in used], axis=0) for name in (used[0] if used else ())}
-        means.pop("skipped", None)
+        for name in ("skipped", "slots"):
+            means.pop(name, None)
         rates = {}
         if timed:
             rates["blocks_per_second"] = sum(float(metrics["blocks"]) for metrics in timed) / elapsed

@@ -1,6 +1,5 @@
 """From a config to everything that the loop runs on: target, records, vocabulary, sizes, models and frozen weights."""
 
-import contextlib
 import dataclasses
 from pathlib import Path
 
@@ -29,9 +28,10 @@ from dspark_jax.weights.drafter_files import check_writable, native_format, read
 from dspark_jax.weights.locate import read_target
 from train import data, hosts
 from train.bigrams import bigram_factors
+from train.checkpoint import RunFacts
 from train.conversations import Conversations, Record, load_conversations
-from train.features import CachedFeatures
-from train.objective import StepModels, StepWeights
+from train.features import CachedFeatures, weights_hash
+from train.objective import StepModels, StepWeights, target_shapes
 from train.step import TrainState, init_state, replicated, state_shardings
 from train.tiny import TINY, tiny_target
 
@@ -54,6 +54,7 @@ class Run:
     weights: StepWeights
     features: CachedFeatures | None
     start_params: Params | None
+    target_hash: str
 
     def servable(self, params: Params) -> tuple[Target, Drafter]:
         """Target and drafter as they are served, in the target's dtype, on devices of this host."""
@@ -110,14 +111,14 @@ class Run:
             )
         if foreign:
             lines.append(
-                f"note: {foreign} conversations were not written by train.regenerate; a drafter learns best from its"
-                " target's own answers"
+                f"note: {foreign} conversations were not written by train.regenerate with this target and template; a"
+                " drafter learns best from its target's own answers"
             )
         return lines
 
 
-def build(config: Config, draft_vocabulary: list[int] | None) -> Run:
-    """Loads target and data. `draft_vocabulary` is that of a resumed run; without one it is counted here.
+def build(config: Config, resumed: RunFacts | None) -> Run:
+    """Loads target and data. A run that is `resumed` has its weights and its draft vocabulary already.
 
     Raises ConfigError where target, data, mesh and settings do not fit together.
     """
@@ -134,7 +135,7 @@ def build(config: Config, draft_vocabulary: list[int] | None) -> Run:
         )
     drafter = _drafter(config, shape)
     check_writable(native_format(drafter), drafter)
-    conversations = load_conversations(config.data, target.tokenizer, shape.vocab_size, hosts.tokenising())
+    conversations = load_conversations(config.data, target.tokenizer, shape.vocab_size, hosts.tokenising(), shape.name)
     train, held_out = data.split(conversations.records, config.data.validation_fraction)
     start_params, chosen = None, None
 
@@ -142,8 +143,9 @@ def build(config: Config, draft_vocabulary: list[int] | None) -> Run:
         always = {*shape.eos_token_ids, *target.tokenizer.special_ids}
         return data.draft_vocabulary(train, drafter.draft_vocab_size, shape.vocab_size, always, known)
 
-    if draft_vocabulary is not None:
-        chosen = np.asarray(draft_vocabulary, np.int32)
+    if resumed is not None:
+        if resumed.draft_vocabulary is not None:
+            chosen = np.asarray(resumed.draft_vocabulary, np.int32)
     elif config.train.start_from:
         start_params, old = _start(config.train, drafter, target)
         chosen = old
@@ -152,7 +154,6 @@ def build(config: Config, draft_vocabulary: list[int] | None) -> Run:
             start_params = _recounted(start_params, old, chosen)
     elif drafter.draft_vocab_size:
         chosen = counted()
-    target = dataclasses.replace(target, params=sharding.place(target.params, sharding.shardings(target.params, mesh)))
     frozen = _frozen(target.params, chosen, mesh)
     target_to_draft = None
     if chosen is not None:
@@ -180,6 +181,7 @@ def build(config: Config, draft_vocabulary: list[int] | None) -> Run:
         weights=StepWeights(target.params, frozen, target_to_draft),
         features=features,
         start_params=start_params,
+        target_hash=weights_hash(target.params),
     )
 
 
@@ -197,12 +199,15 @@ def _drafter(config: Config, target: TargetConfig) -> DrafterConfig:
 
 
 def _target(config: Config, mesh: Mesh) -> Target:
-    """The target in host memory where it will be split over devices, since one device may not hold it."""
-    place = contextlib.nullcontext()
-    if mesh.size > 1 and mesh.devices.flat[0].platform != "cpu":
-        place = jax.default_device(jax.local_devices(backend="cpu")[0])
-    with place:
-        return tiny_target() if config.target.path == TINY else load_target(config.target.path, config.target.dtype)
+    """The target on the mesh. Raises ConfigError for a mesh that does not divide its weights, before they are read."""
+    path = config.target.path
+    if path == TINY:
+        tiny = tiny_target()
+        where = sharding.shardings(tiny.params, mesh)
+        return dataclasses.replace(tiny, params=sharding.place(tiny.params, where))
+    if mesh.size > 1:
+        sharding.shardings(target_shapes(read_target(path, only=())[0]), mesh)
+    return load_target(path, config.target.dtype, mesh)
 
 
 def _frozen(params: Params, chosen: np.ndarray | None, mesh: Mesh) -> Frozen:
@@ -232,7 +237,9 @@ def _start(settings: TrainSettings, drafter: DrafterConfig, target: Target) -> t
     """Weights and draft vocabulary of a written drafter. Raises ConfigError where its shape is not the run's; the size
     of the vocabulary may differ where it is counted again."""
     path = settings.start_from
-    config, params, draft_to_target = read_drafter(path, target)
+    # What a drafter has copies of is compared with the target's own, which must be whole on this host for that.
+    shared = {name: target.params[name] for name in ("embed", "head") if name in target.params}
+    config, params, draft_to_target = read_drafter(path, dataclasses.replace(target, params=hosts.to_host(shared)))
     if settings.recount_vocabulary:
         for size in (config.draft_vocab_size, drafter.draft_vocab_size):
             require(size > 0, f"train recount_vocabulary: {path} and the run both need a reduced draft vocabulary")

@@ -82,7 +82,8 @@ def _compute_params(models: StepModels, params: Params) -> Params:
 def _metrics(models: StepModels, sums: BatchSums, shares: losses.Shares) -> Metrics:
     loss, metrics = losses.total_loss(sums.loss, models.loss, shares)
     by_slot_G = sums.by_slot_2G[0] / jnp.maximum(sums.by_slot_2G[1], 1.0)
-    return metrics | {"loss": loss, "acceptance_by_slot": by_slot_G, "blocks": sums.loss.blocks}
+    counts = {"blocks": sums.loss.blocks, "slots": sums.by_slot_2G[1]}
+    return metrics | counts | {"loss": loss, "acceptance_by_slot": by_slot_G}
 
 
 def loss_and_gradients(
@@ -119,7 +120,9 @@ def _train_step(
         optimizer = make_optimizer(models.optimizer, models.train.max_steps)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        learning_rate = learning_rate_schedule(models.optimizer, models.train.max_steps)(state.step)
+        # Skipped batches do not count for the optimiser: its own number says which rate this update has.
+        updated = optax.tree.get_all_with_path(state.opt_state, "count")[0][1]
+        learning_rate = learning_rate_schedule(models.optimizer, models.train.max_steps)(updated)
     finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(grad_norm)
     params, opt_state = jax.tree.map(
         lambda new, old: jnp.where(finite, new, old), (params, opt_state), (state.params, state.opt_state)
