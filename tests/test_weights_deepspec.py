@@ -129,6 +129,18 @@ def test_a_vocabulary_that_points_outside_is_refused(tmp_path: Path) -> None:
         read_drafter(directory, TARGET)
 
 
+def test_a_vocabulary_that_names_an_id_twice_is_refused(tmp_path: Path) -> None:
+    directory = written(tmp_path, make_drafter(TARGET, draft_to_target=IDS))
+
+    def repeat(tensors: dict[str, np.ndarray]) -> None:
+        del tensors["t2d"]
+        tensors["d2t"] = np.asarray([0, 3, 4, 9, 9, 20, 39]) - np.arange(7)
+
+    edit_tensors(directory, repeat)
+    with pytest.raises(ConfigError, match="'d2t' points at id 9 more than once"):
+        read_drafter(directory, TARGET)
+
+
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such drafter directory"):
         read_drafter(tmp_path / "none", TARGET)

@@ -325,6 +325,10 @@ def _read_vocabulary(config: DrafterConfig, files: TensorFiles) -> np.ndarray | 
         raise ConfigError(
             f"{where}: 'd2t' has {len(d2t)} entries{reach}: expected {size} entries within 0..{config.vocab_size - 1}"
         )
+    unique, times = np.unique(ids, return_counts=True)
+    if len(unique) < size:
+        # The law of a draft would then count one of the two places only.
+        raise ConfigError(f"{where}: 'd2t' points at id {unique[times > 1][0]} more than once: expected different ids")
     if t2d is not None and not np.array_equal(np.flatnonzero(t2d), ids):
         raise ConfigError(f"{where}: 'd2t' and 't2d' name different ids")
     return ids.astype(np.int32)
