@@ -214,6 +214,7 @@ def section_2(**changes: Any) -> dict[str, Any]:
         (layer_config(SPECULATORS, surprise=3), "unknown key 'transformer_layer_config.surprise' = 3"),
         (SPECULATORS | {"draft_vocab_size": 7}, "tensor 'd2t' is missing"),
         (SPECULATORS | {"projector_type": "domino"}, "projector_type = 'domino'"),
+        (proposes(SPECULATORS, 3, sample_from_anchor=..., markov_head_type="rnn"), "'rnn' with the layout 'fill_in'"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, raw: dict[str, Any], message: str) -> None:

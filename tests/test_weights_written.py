@@ -84,6 +84,7 @@ def test_a_round_trip_is_bit_equal(tmp_path: Path, name: str, place: int) -> Non
         ("deepspec", GEMMA_FIELDS | {"embed_scale": 2.0}, "another embedding scale"),
         ("speculators", {"layer_causal": (True, True)}, "causal layers without a window"),
         ("speculators", {"embed_scale": 2.0}, "an embedding scale"),
+        ("speculators", {"markov_head_type": "rnn", "layout": "fill_in"}, "an rnn head that starts behind"),
         ("deepspec", {"layer_causal": (True, False)}, "only some are causal"),
         ("specforge", {}, "format 'specforge' cannot be written"),
     ],

@@ -57,9 +57,20 @@ def normalise(keys: Keys, target: TargetConfig | None) -> DrafterConfig:
         draft_vocab_size=0 if reduced == fields["vocab_size"] else reduced,
         layout=_layout(keys, block),
     )
+    if _carries_the_anchor(config):
+        raise ConfigError(
+            f"{keys.where}: markov_head_type = 'rnn' with the layout 'fill_in': speculators trains its state on the"
+            " anchor's row too, which is no draft and no step of the head here; supported here: anchor_first, or"
+            " 'vanilla' or 'gated'"
+        )
     layer.finish(HARMLESS)
     keys.finish(HARMLESS | _IGNORED)
     return config
+
+
+def _carries_the_anchor(config: DrafterConfig) -> bool:
+    """Whether a head in this format has a state that a block's first row, the anchor's own, has gone into."""
+    return config.markov_head_type == "rnn" and config.layout == "fill_in"
 
 
 def _layout(keys: Keys, block: int) -> Layout:
@@ -92,6 +103,7 @@ def describe(config: DrafterConfig, description: Description) -> dict[str, Any]:
     windowed = tuple(window > 0 for window in config.layer_windows)
     refuse(FORMAT.title, unpublished_heads(config) | {
         "Gemma layers": config.family != "qwen3",
+        "an rnn head that starts behind the anchor's row (layout 'fill_in')": _carries_the_anchor(config),
         "causal layers without a window, or only some with one": any(config.layer_causal)
         and config.layer_causal != windowed,
         "an embedding scale or a soft cap of the logits": (config.embed_scale, config.logit_softcap) != (1.0, 0.0),
