@@ -110,6 +110,7 @@ def test_a_drafter_of_another_target_is_refused(tmp_path: Path, name: str, chang
         ({"num_hidden_layers": 1, "layer_types": ...}, r"'layers.1.\S+' is not used"),
         ({"rope_theta": 5.0}, "rope_theta is given as"),
         ({"draft_vocab_size": 7}, "tensor 'd2t' is missing"),
+        ({"projector_type": "domino"}, "projector_type = 'domino'"),
     ],
 )
 def test_a_config_that_does_not_fit_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

@@ -75,6 +75,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         OURS_2,
         "DFlash 2, anchor_first, 4 drafts a block",
     ),
+    "zlab 2, the whole vocabulary counted": (ZLAB_2 | {"draft_vocab_size": 40}, FILL_IN_2, "z-lab DFlash 2"),
     "specforge": (SPECFORGE, {}, "SpecForge DSpark format, DSpark, anchor_first, 4 drafts a block"),
     "specforge, both rope spellings, settings outside": (
         SPECFORGE
@@ -83,6 +84,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"markov_head_type": "gated"},
         "SpecForge",
     ),
+    "deepspec, gemma 4, the whole vocabulary counted": (GEMMA | {"draft_vocab_size": 40}, GEMMA_FIELDS, "DeepSpec"),
     "deepspec, gemma 4": (GEMMA, GEMMA_FIELDS, "DeepSpec (Gemma 4) format, DSpark, anchor_first, 4 drafts a block"),
     "deepspec, gemma 4, values of their own, no cap": (
         GEMMA
@@ -207,6 +209,8 @@ def section_2(**changes: Any) -> dict[str, Any]:
         (GEMMA | {"surprise": 1}, "unknown key 'surprise'"),
         (SPECFORGE | {"markov_rank": 8}, "dflash_config.markov_rank = 32, but markov_rank = 8"),
         (SPECFORGE | {"dflash_config": SECTION | {"projector_type": "domino"}}, "projector_type = 'domino'"),
+        (SPECFORGE | {"dflash_config": SECTION | {"attention_mode": "mla"}}, "attention_mode = 'mla'"),
+        (SPECFORGE | {"target_hidden_size": 64}, "target_hidden_size = 64: supported here: 32"),
         (SPECULATORS | {"target_hidden_size": 64}, "target_hidden_size = 64: supported here: 32"),
         (SPECULATORS | {"aux_hidden_state_layer_ids": [1, 2]}, "target_layer_ids has 1"),
         (SPECULATORS | {"sample_from_anchor": False}, "sample_from_anchor = False, but block_size - speculative"),

@@ -17,14 +17,17 @@ _INSIDE = frozenset({
 })  # fmt: skip
 
 
-def read_rope(where: object, settings: Mapping[str, Any]) -> Rope:
-    """Theta and scaling (None: plain) of a model with one rope. Raises ConfigError for what is not supported."""
+def read_rope(where: object, settings: Mapping[str, Any], usual_theta: float | None = None) -> Rope:
+    """Theta, `usual_theta` where none is given, and scaling (None: plain) of a model with one rope. Raises ConfigError
+    for what is not supported."""
     thetas, scalings = [settings.get("rope_theta")], []
     for key in ("rope_parameters", "rope_scaling"):
         if rope := settings.get(key):
             thetas.append(rope.get("rope_theta"))
             scalings.append(_scaling(where, key, rope, settings))
     found = {float(theta) for theta in thetas if theta is not None}
+    if not found and usual_theta is not None:
+        found = {usual_theta}
     if len(found) != 1:
         raise ConfigError(
             f"{where}: rope_theta is {'given as ' + str(sorted(found)) if found else 'missing'}, expected one"

@@ -23,6 +23,7 @@ from dspark_jax.weights.drafter_format import (
     Entry,
     Format,
     backbone_fields,
+    reduced_vocabulary,
     refuse,
     tap_fields,
     their_backbone,
@@ -79,11 +80,12 @@ def normalise_2(keys: Keys, target: TargetConfig | None) -> DrafterConfig:
     section.expect("projector_type", "dflash2")
     section.move(keys, "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
     section.expect("conv_kernel_size", TAPS)
+    fields = _fields(keys, section, target)
     config = DrafterConfig(
-        **_fields(keys, section, target),
+        **fields,
         algorithm="dflash2",
         layout="anchor_first" if keys.take("sample_from_anchor", bool, False) else "fill_in",
-        draft_vocab_size=keys.take("draft_vocab_size", default=0),
+        draft_vocab_size=reduced_vocabulary(keys, fields["vocab_size"]),
         confidence_head=keys.take("enable_confidence_head", bool, False),
         conv_group_size=section.take("conv_group_size"),
         selector_rank=section.take("selector_rank"),
@@ -156,5 +158,14 @@ def describe_2(config: DrafterConfig, description: Description) -> dict[str, Any
     return raw
 
 
+def extends_2(config: DrafterConfig) -> dict[str, bool]:
+    return {
+        "tied codebooks (--target multiplies them out)": config.selector_tied,
+        "the layout 'anchor_first'": config.layout == "anchor_first",
+        "a reduced draft vocabulary": config.draft_vocab_size > 0,
+        "a confidence head": config.confidence_head,
+    }
+
+
 FORMAT = Format("zlab", "z-lab DFlash", TABLE, normalise, describe)
-FORMAT_2 = Format("zlab", "z-lab DFlash 2", TABLE_2, normalise_2, describe_2, algorithm="dflash2")
+FORMAT_2 = Format("zlab", "z-lab DFlash 2", TABLE_2, normalise_2, describe_2, "dflash2", extends=extends_2)
