@@ -58,8 +58,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "zlab 2, settings at the top, scaled": (
         {key: value for key, value in ZLAB_2.items() if key != "dflash_config"}
         | ZLAB_2["dflash_config"]
-        | {"input_embedding_scale": 5.5, "final_logit_softcapping": 30, "output_multiplier": 1.0},
-        FILL_IN_2 | {"embed_scale": 5.5, "logit_softcap": 30.0},
+        | {"input_embedding_scale": 5.5, "final_logit_softcapping": 30, "output_multiplier": 0.25},
+        FILL_IN_2 | {"embed_scale": 5.5, "logit_scale": 0.25, "logit_softcap": 30.0},
         "z-lab DFlash 2",
     ),
     "zlab 2, causal with a window where nothing is said": (
@@ -198,7 +198,7 @@ def section_2(**changes: Any) -> dict[str, Any]:
         (ZLAB | {"dflash_config": {"mask_token_id": 39, "target_layer_ids": [0]}}, r"'fc.weight' has shape \[32, 64\]"),
         (ZLAB | {"dflash_config": {"mask_token_id": 39, "target_layer_ids": [0, 1]}}, "target_layer_ids has 1"),
         (section_2(conv_kernel_size=4), "dflash_config.conv_kernel_size = 4: supported here: 2"),
-        (section_2(output_multiplier=0.5), "dflash_config.output_multiplier = 0.5: supported here: 1 or 1.0"),
+        (section_2(output_multiplier=-0.5), "logit_scale = -0.5: expected a positive number"),
         (section_2(selector_rank=...), "key 'dflash_config.selector_rank' is missing"),
         (section_2(selector_rank=7), r"selector.predecessor_codebook' has shape \[40, 6\], expected \[40, 7\]"),
         (section_2(conv_group_size=16), r"'layers.0.attention_conv.kernel_projection.weight' has shape \[16, 32\]"),

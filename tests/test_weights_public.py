@@ -175,6 +175,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "mask_token_id": 248070,
         },
     ),
+    "z-lab DFlash 2, logits scaled and capped": (
+        ZLAB_2
+        | {
+            "dflash_config": ZLAB_2["dflash_config"]
+            | {"final_logit_softcapping": 20.0, "output_multiplier": 0.19611613513818404}
+        },
+        {"embed_scale": 1.0, "logit_scale": 0.19611613513818404, "logit_softcap": 20.0},
+    ),
     "DeepSpec's, by others": (DEEPSPEC, MARKOV | {"draft_vocab_size": 0, "layout": "anchor_first", "num_drafts": 7}),
     "speculators dspark": (
         SPECULATORS,

@@ -42,7 +42,7 @@ WRITTEN: dict[str, list[dict[str, Any]]] = {
         FILL_IN | {"layer_causal": (True, True), "embed_scale": 5.5, "logit_softcap": 30.0},
         FILL_IN | {"layer_causal": (True, True), "layer_windows": (0, 7)},
         FILL_IN_2,
-        FILL_IN_2 | {"embed_scale": 5.5, "logit_softcap": 30.0, "layer_causal": (True, True)},
+        FILL_IN_2 | {"embed_scale": 5.5, "logit_scale": 0.25, "logit_softcap": 30.0, "layer_causal": (True, True)},
         OURS_2,
     ],
     "speculators": [
@@ -87,6 +87,7 @@ def test_a_round_trip_is_bit_equal(tmp_path: Path, name: str, place: int) -> Non
         ("deepspec", GEMMA_FIELDS | {"embed_scale": 2.0}, "another embedding scale"),
         ("speculators", {"layer_causal": (True, True)}, "causal layers without a window"),
         ("speculators", {"embed_scale": 2.0}, "an embedding scale"),
+        *((name, {"logit_scale": 0.5}, "a scale of the logits") for name in ("deepspec", "speculators")),
         ("speculators", {"markov_tied": True}, r"a tied Markov head \(export --target multiplies it out\)"),
         ("speculators", {"markov_head_type": "rnn", "layout": "fill_in"}, "an rnn head that starts behind"),
         ("deepspec", {"layer_causal": (True, False)}, "only some are causal"),

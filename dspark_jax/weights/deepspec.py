@@ -64,6 +64,7 @@ def describe(config: DrafterConfig, description: Description) -> dict[str, Any]:
     refuse(FORMAT.title, {
         "the layout 'fill_in'": config.layout != "anchor_first",
         "Gemma layers": config.family != "qwen3",
+        "a scale of the logits": config.logit_scale != 1,
         "layers of which only some are causal": len(set(config.layer_causal)) > 1,
     })  # fmt: skip
     raw = {"architectures": [ARCHITECTURE], "dtype": description.dtype} | their_backbone(config)

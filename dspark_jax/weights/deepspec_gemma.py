@@ -93,6 +93,7 @@ def describe(config: DrafterConfig, description: Description) -> dict[str, Any]:
     refuse(FORMAT.title, {
         "the layout 'fill_in'": config.layout != "anchor_first",
         "causal layers or windows": any(config.layer_causal) or any(config.layer_windows),
+        "a scale of the logits": config.logit_scale != 1,
         "another embedding scale than the root of the width": config.embed_scale != config.d_model**0.5,
     })  # fmt: skip
     full = rope_keys.write_rope(config.rope_theta, config.rope_scaling)

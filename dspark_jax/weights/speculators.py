@@ -118,6 +118,7 @@ def describe(config: DrafterConfig, description: Description) -> dict[str, Any]:
         "causal layers without a window, or only some with one": any(config.layer_causal)
         and config.layer_causal != windowed,
         "an embedding scale or a soft cap of the logits": (config.embed_scale, config.logit_softcap) != (1.0, 0.0),
+        "a scale of the logits": config.logit_scale != 1,
     })  # fmt: skip
     kind = "dspark" if config.markov_rank or config.confidence_head else "dflash"
     layer = their_backbone(config)

@@ -54,7 +54,6 @@ def _fields(keys: Keys, section: Keys, target: TargetConfig | None) -> dict[str,
     """What the two kinds have in common. Some writers put the section's keys at the top."""
     fields = backbone_fields(keys, target)
     section.move(keys, "block_size", "mask_token_id", "target_layer_ids", *_SCALES)
-    section.expect("output_multiplier", 1, 1.0)
     return {
         **fields,
         **window_fields(keys, fields["num_layers"], keys.take("is_causal", bool, None), causal_windows=True),
@@ -62,6 +61,7 @@ def _fields(keys: Keys, section: Keys, target: TargetConfig | None) -> dict[str,
         "block_size": section.take("block_size"),
         "mask_token_id": section.take("mask_token_id"),
         "embed_scale": float(section.take("input_embedding_scale", (int, float), 1.0)),
+        "logit_scale": float(section.take("output_multiplier", (int, float), 1.0)),
         "logit_softcap": float(section.take("final_logit_softcapping", (int, float), 0.0)),
     }
 
@@ -108,6 +108,8 @@ def _describe(config: DrafterConfig, description: Description, title: str, archi
     }
     if config.embed_scale != 1:
         section["input_embedding_scale"] = config.embed_scale
+    if config.logit_scale != 1:
+        section["output_multiplier"] = config.logit_scale
     if config.logit_softcap:
         section["final_logit_softcapping"] = config.logit_softcap
     raw = {"architectures": [architecture], "dtype": description.dtype} | their_backbone(config)
