@@ -55,7 +55,6 @@ def report_of(folder: Path, fault: str) -> Report:
         "layout": lambda: changed(drafter, layout="fill_in"),
         "layer ids + 1": lambda: changed(drafter, target_layer_ids=tuple(i + 1 for i in ids)),
         "rope": lambda: changed(drafter, rope_theta=1e4),
-        "causality": lambda: changed(drafter, layer_causal=(True,) * drafter.config.num_layers),
         "window": lambda: changed(drafter, layer_windows=(2,) * drafter.config.num_layers),
         "tap after the norm": lambda: for_normed_tap(target, drafter),
     }[fault]()
@@ -83,7 +82,6 @@ CAUSES = {
     "layout": "layout 'anchor_first' in place of 'fill_in'",
     "layer ids + 1": "layer ids [1, 3] in place of [2, 4]",
     "rope": "rope theta 1e+06 in place of 10000",
-    "causality": "no layer causal inside the block",
     "window": "no sliding window in place of [2, 2]",
     "tap after the norm": "the target's final norm over its last tap",
 }
@@ -98,7 +96,6 @@ CAUSES = {
         (DFLASH, "layer ids + 1"),  # of the other drafter's ids, one would be the last layer: refused when read
         (DFLASH, "rope"),
         (MARKOV, "rope"),
-        (DFLASH, "causality"),
         (DFLASH, "window"),
         (DFLASH, "tap after the norm"),
         (MARKOV, "tap after the norm"),
