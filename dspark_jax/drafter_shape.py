@@ -42,8 +42,9 @@ class DrafterConfig:
 
     `layer_windows` gives each draft layer its sliding window W, 0 for none: a row at position p sees keys at positions
     above p - W, itself counted. `layer_causal` says which layers keep a block's rows from seeing the rows behind
-    them. Both are empty where all layers see everything. `embed_scale` multiplies the borrowed embedding;
-    `logit_softcap` c > 0 turns the head's logits x into c tanh(x / c) before a Markov head adds its bias. `family`
+    them. Both are empty where all layers see everything. `embed_scale` multiplies the borrowed embedding, `logit_scale`
+    the head's logits; `logit_softcap` c > 0 then turns these x into c tanh(x / c), before a Markov head adds its bias
+    or a selector its scores. `family`
     picks the layers; those of Gemma 4 may take their keys, before norm and rotation, for values (`value_is_key`).
 
     `markov_head_type` is the sequential head (drafters/cells); `markov_rank` 0 is none. With `markov_tied` its table
@@ -82,6 +83,7 @@ class DrafterConfig:
     layer_causal: tuple[bool, ...] = ()
     rope_scaling: RopeScaling | None = None
     embed_scale: float = 1.0
+    logit_scale: float = 1.0
     logit_softcap: float = 0.0
     family: Literal["qwen3", "gemma4"] = "qwen3"
     value_is_key: bool = False
@@ -142,7 +144,8 @@ class DrafterConfig:
                 f"drafter {field} = {getattr(self, field)}: expected one entry for each of {self.num_layers} layers",
             )
         require(min(self.layer_windows, default=0) >= 0, f"drafter layer_windows = {self.layer_windows}: below 0")
-        require(self.embed_scale > 0, f"drafter embed_scale = {self.embed_scale}: expected a positive number")
+        for field in ("embed_scale", "logit_scale"):
+            require(getattr(self, field) > 0, f"drafter {field} = {getattr(self, field)}: expected a positive number")
         require(
             not self.confidence_with_markov or (self.confidence_head and self.markov_rank > 0),
             "drafter confidence_with_markov needs confidence_head and markov_rank > 0",
@@ -253,6 +256,7 @@ def _check_chain(config: DrafterConfig) -> None:
         ("layer_windows", ()),
         ("layer_causal", ()),
         ("family", "qwen3"),
+        ("logit_scale", 1.0),
     ):
         found = getattr(config, field)
         require(found == value, f"drafter {field} = {found!r}: {name} has {value!r} and nothing else")
@@ -298,7 +302,7 @@ def _check_language_model(config: DrafterConfig) -> None:
     own = {field: getattr(whole, field) for field in _SHARED} | {
         "layout": "anchor_first", "mask_token_id": -1, "target_layer_ids": (), "num_target_layers": 0,
         "markov_rank": 0, "draft_vocab_size": 0, "layer_windows": (), "layer_causal": (), "rope_scaling": None,
-        "embed_scale": 1.0, "logit_softcap": 0.0, "family": "qwen3",
+        "embed_scale": 1.0, "logit_scale": 1.0, "logit_softcap": 0.0, "family": "qwen3",
     }  # fmt: skip
     for field, value in own.items():
         found = getattr(config, field)

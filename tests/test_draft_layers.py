@@ -95,16 +95,16 @@ def test_each_layer_has_its_own_rule():
     assert [(rule.window, rule.causal_block) for rule in rules] == [(3, True), (0, False)]
 
 
-def test_the_embedding_is_scaled_and_the_head_capped_before_the_markov_bias():
-    scaled = make_drafter(TARGET, embed_scale=3.0, logit_softcap=0.5)
+def test_the_embedding_is_scaled_and_the_head_scaled_and_capped_before_the_markov_bias():
+    scaled = make_drafter(TARGET, embed_scale=3.0, logit_scale=0.25, logit_softcap=0.5)
     tokens, taps, anchors = random_tokens(7, 1, LENGTH), taps_like(8, 1), np.array([[ANCHOR]])
     by_hand = scaled.frozen._replace(embed_VD=scaled.frozen.embed_VD * 3.0)
-    plain = make_drafter(TARGET, logit_softcap=0.5)
+    plain = make_drafter(TARGET)
     features = block_features(plain.config, plain.params, by_hand, tokens, taps, anchors)
     bias = np.asarray(features.latent_BAGR) @ np.asarray(scaled.params["markov"]["w2"]).T
     head = np.asarray(features.hidden_BAGD) @ np.asarray(scaled.frozen.head_VD).T
     logits = scaled.teacher_forced(tokens, taps, anchors).logits_BAGV
-    np.testing.assert_allclose(logits, np.tanh(head / 0.5) * 0.5 + bias, atol=1e-4)
+    np.testing.assert_allclose(logits, np.tanh(0.25 * head / 0.5) * 0.5 + bias, atol=1e-4)
     assert np.abs(np.asarray(logits) - head - bias).max() > 0.1
 
 

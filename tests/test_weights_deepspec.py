@@ -110,6 +110,7 @@ def test_a_drafter_of_another_target_is_refused(tmp_path: Path, name: str, chang
         ({"num_hidden_layers": 1, "layer_types": ...}, r"'layers.1.\S+' is not used"),
         ({"rope_theta": 5.0}, "rope_theta is given as"),
         ({"draft_vocab_size": 7}, "tensor 'd2t' is missing"),
+        ({"projector_type": "domino"}, "projector_type = 'domino'"),
     ],
 )
 def test_a_config_that_does_not_fit_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -126,6 +127,18 @@ def test_a_vocabulary_that_points_outside_is_refused(tmp_path: Path) -> None:
         read_drafter(directory, TARGET)
     edit_tensors(directory, lambda tensors: tensors.update(d2t=tensors["d2t"] + 1))
     with pytest.raises(ConfigError, match=r"'d2t' has 7 entries pointing at ids 1..40"):
+        read_drafter(directory, TARGET)
+
+
+def test_a_vocabulary_that_names_an_id_twice_is_refused(tmp_path: Path) -> None:
+    directory = written(tmp_path, make_drafter(TARGET, draft_to_target=IDS))
+
+    def repeat(tensors: dict[str, np.ndarray]) -> None:
+        del tensors["t2d"]
+        tensors["d2t"] = np.asarray([0, 3, 4, 9, 9, 20, 39]) - np.arange(7)
+
+    edit_tensors(directory, repeat)
+    with pytest.raises(ConfigError, match="'d2t' points at id 9 more than once"):
         read_drafter(directory, TARGET)
 
 

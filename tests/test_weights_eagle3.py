@@ -104,6 +104,10 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any], str]] = {
         DEEPSPEC, "layers.0.", {"target_layer_ids": (0, 2, 5), "confidence_head": False},
         f"DeepSpec EAGLE-3 format, {LINE} 0, 2, 5",
     ),
+    "deepspec, the whole vocabulary counted": (
+        DEEPSPEC | {"draft_vocab_size": 40}, "layers.0.", {"target_layer_ids": (0, 2, 5), "confidence_head": False},
+        LINE,
+    ),
     "specforge, nothing said": (SPECFORGE, "midlayer.", LLAMA, f"SpecForge EAGLE-3 format, {LINE} 1, 3, 4"),
     "specforge, layers named, whole vocabulary": (
         SPECFORGE | {"eagle_config": EAGLE_CONFIG, "draft_vocab_size": 40, "norm_before_residual": True},
@@ -256,6 +260,14 @@ def test_a_format_that_cannot_say_it_refuses(tmp_path: Path, name: str, changes:
     with pytest.raises(ConfigError, match=message):
         write_drafter(tmp_path / "a", name, drafter.config, drafter.params, None, {})
     assert not (tmp_path / "a").exists()
+
+
+def test_deepspec_finds_the_keys_that_it_asks_for(tmp_path: Path) -> None:
+    drafter = make()
+    write_drafter(tmp_path, "deepspec", drafter.config, drafter.params, None, {})
+    assert json.loads((tmp_path / "config.json").read_text()).keys() >= {
+        "target_layer_ids", "ttt_length", "step_loss_decay",
+    }  # fmt: skip
 
 
 def exported(folder: Path, name: str, out: Path, *more: str | Path) -> dict[str, bytes]:

@@ -212,6 +212,15 @@ def test_what_it_was_trained_on_goes_with_it(tmp_path: Path) -> None:
         assert open_drafter(tmp_path / name).notes == NOTES | {"trained_on": TRAINED_ON}
 
 
+def test_what_only_we_read_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written(tmp_path / "plain")
+    written(tmp_path / "ours", ids=IDS, markov_head_type="ngram", ngram_tokens=2)
+    for name, said in (("plain", []), ("ours", ["a reduced draft vocabulary, a ngram head in the deepspec format"])):
+        assert run(tmp_path / name, "--format", "deepspec", tmp_path / f"{name}-out") == 0
+        lines = capsys.readouterr().err.splitlines()
+        assert [line.partition("only dspark_jax reads ")[2] for line in lines] == said
+
+
 def test_a_training_runs_folder_will_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written(tmp_path / "run" / "drafter")
     written(tmp_path / "run" / "drafter_best")

@@ -58,8 +58,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "zlab 2, settings at the top, scaled": (
         {key: value for key, value in ZLAB_2.items() if key != "dflash_config"}
         | ZLAB_2["dflash_config"]
-        | {"input_embedding_scale": 5.5, "final_logit_softcapping": 30, "output_multiplier": 1.0},
-        FILL_IN_2 | {"embed_scale": 5.5, "logit_softcap": 30.0},
+        | {"input_embedding_scale": 5.5, "final_logit_softcapping": 30, "output_multiplier": 0.25},
+        FILL_IN_2 | {"embed_scale": 5.5, "logit_scale": 0.25, "logit_softcap": 30.0},
         "z-lab DFlash 2",
     ),
     "zlab 2, causal with a window where nothing is said": (
@@ -75,6 +75,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         OURS_2,
         "DFlash 2, anchor_first, 4 drafts a block",
     ),
+    "zlab 2, the whole vocabulary counted": (ZLAB_2 | {"draft_vocab_size": 40}, FILL_IN_2, "z-lab DFlash 2"),
     "specforge": (SPECFORGE, {}, "SpecForge DSpark format, DSpark, anchor_first, 4 drafts a block"),
     "specforge, both rope spellings, settings outside": (
         SPECFORGE
@@ -83,6 +84,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"markov_head_type": "gated"},
         "SpecForge",
     ),
+    "deepspec, gemma 4, the whole vocabulary counted": (GEMMA | {"draft_vocab_size": 40}, GEMMA_FIELDS, "DeepSpec"),
     "deepspec, gemma 4": (GEMMA, GEMMA_FIELDS, "DeepSpec (Gemma 4) format, DSpark, anchor_first, 4 drafts a block"),
     "deepspec, gemma 4, values of their own, no cap": (
         GEMMA
@@ -196,7 +198,7 @@ def section_2(**changes: Any) -> dict[str, Any]:
         (ZLAB | {"dflash_config": {"mask_token_id": 39, "target_layer_ids": [0]}}, r"'fc.weight' has shape \[32, 64\]"),
         (ZLAB | {"dflash_config": {"mask_token_id": 39, "target_layer_ids": [0, 1]}}, "target_layer_ids has 1"),
         (section_2(conv_kernel_size=4), "dflash_config.conv_kernel_size = 4: supported here: 2"),
-        (section_2(output_multiplier=0.5), "dflash_config.output_multiplier = 0.5: supported here: 1 or 1.0"),
+        (section_2(output_multiplier=-0.5), "logit_scale = -0.5: expected a positive number"),
         (section_2(selector_rank=...), "key 'dflash_config.selector_rank' is missing"),
         (section_2(selector_rank=7), r"selector.predecessor_codebook' has shape \[40, 6\], expected \[40, 7\]"),
         (section_2(conv_group_size=16), r"'layers.0.attention_conv.kernel_projection.weight' has shape \[16, 32\]"),
@@ -207,6 +209,8 @@ def section_2(**changes: Any) -> dict[str, Any]:
         (GEMMA | {"surprise": 1}, "unknown key 'surprise'"),
         (SPECFORGE | {"markov_rank": 8}, "dflash_config.markov_rank = 32, but markov_rank = 8"),
         (SPECFORGE | {"dflash_config": SECTION | {"projector_type": "domino"}}, "projector_type = 'domino'"),
+        (SPECFORGE | {"dflash_config": SECTION | {"attention_mode": "mla"}}, "attention_mode = 'mla'"),
+        (SPECFORGE | {"target_hidden_size": 64}, "target_hidden_size = 64: supported here: 32"),
         (SPECULATORS | {"target_hidden_size": 64}, "target_hidden_size = 64: supported here: 32"),
         (SPECULATORS | {"aux_hidden_state_layer_ids": [1, 2]}, "target_layer_ids has 1"),
         (SPECULATORS | {"sample_from_anchor": False}, "sample_from_anchor = False, but block_size - speculative"),
@@ -214,6 +218,7 @@ def section_2(**changes: Any) -> dict[str, Any]:
         (layer_config(SPECULATORS, surprise=3), "unknown key 'transformer_layer_config.surprise' = 3"),
         (SPECULATORS | {"draft_vocab_size": 7}, "tensor 'd2t' is missing"),
         (SPECULATORS | {"projector_type": "domino"}, "projector_type = 'domino'"),
+        (proposes(SPECULATORS, 3, sample_from_anchor=..., markov_head_type="rnn"), "'rnn' with the layout 'fill_in'"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, raw: dict[str, Any], message: str) -> None:

@@ -21,6 +21,7 @@ from dspark_jax.weights import export, selftest
 from dspark_jax.weights.selftest import DrafterWarning, Report, self_test
 
 MARKOV, DFLASH = "qwen3_markov", "qwen3_dflash"
+TARGET = make_target()
 
 
 @functools.cache
@@ -54,6 +55,7 @@ def report_of(folder: Path, fault: str) -> Report:
         "layout": lambda: changed(drafter, layout="fill_in"),
         "layer ids + 1": lambda: changed(drafter, target_layer_ids=tuple(i + 1 for i in ids)),
         "rope": lambda: changed(drafter, rope_theta=1e4),
+        "window": lambda: changed(drafter, layer_windows=(2,) * drafter.config.num_layers),
         "tap after the norm": lambda: for_normed_tap(target, drafter),
     }[fault]()
     return self_test(target, broken, prompts)
@@ -80,6 +82,7 @@ CAUSES = {
     "layout": "layout 'anchor_first' in place of 'fill_in'",
     "layer ids + 1": "layer ids [1, 3] in place of [2, 4]",
     "rope": "rope theta 1e+06 in place of 10000",
+    "window": "no sliding window in place of [2, 2]",
     "tap after the norm": "the target's final norm over its last tap",
 }
 
@@ -93,6 +96,7 @@ CAUSES = {
         (DFLASH, "layer ids + 1"),  # of the other drafter's ids, one would be the last layer: refused when read
         (DFLASH, "rope"),
         (MARKOV, "rope"),
+        (DFLASH, "window"),
         (DFLASH, "tap after the norm"),
         (MARKOV, "tap after the norm"),
     ],
@@ -110,6 +114,25 @@ def test_a_drafter_that_is_merely_bad_is_left_alone() -> None:
     target = make_target()
     drafter = make_drafter(target, markov_rank=0, confidence_head=False, confidence_with_markov=False, num_layers=1)
     assert self_test(target, drafter, random_tokens(0, 2, 4).tolist(), 16).cause is None
+
+
+def test_what_is_tried_is_what_could_be_amiss() -> None:
+    """Both ways of causality and the window where there is one, and no drafter that could not be."""
+
+    def tried(length: int, **changes: Any) -> list[str]:
+        config = make_drafter(TARGET, **changes).config
+        return [name for name, *_ in selftest._changes(config, TARGET.config, (-1, 0, 1), length)]
+
+    causal = {name: f"{name} layer causal inside the block" for name in ("no", "every")}
+    window = "no sliding window in place of [7, 0]"
+    layout = "layout 'fill_in' in place of 'anchor_first'"
+    names = tried(64)
+    assert {layout, causal["every"]} <= set(names) and not {causal["no"], window} & set(names)
+    assert causal.keys() <= {name.split()[0] for name in tried(64, layer_causal=(True, False))}
+    assert causal["every"] not in tried(64, layer_causal=(True, True))
+    assert window in tried(64, layer_windows=(7, 0)) and window not in tried(7, layer_windows=(7, 0))
+    heads = {"markov_head_type": "ngram", "ngram_tokens": 3, "block_size": 3}
+    assert layout not in tried(64, **heads) and causal["every"] in tried(64, **heads)
 
 
 def test_prompts_are_needed() -> None:

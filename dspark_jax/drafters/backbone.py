@@ -109,13 +109,16 @@ class Backbone(nn.Module):
         self.layers = [layer_class(c)(c, rule) for rule in layer_rules(c)]
         self.norm = self.param("norm", _ones, (c.d_model,))
 
+    def fuse(self, taps_BSMD: jax.Array) -> jax.Array:
+        """Context rows [B, S, D] of target features [B, S, M, D]."""
+        c = self.config
+        taps_BSE = taps_BSMD.reshape(*taps_BSMD.shape[:2], -1)
+        return layers.rms_norm(layers.linear(taps_BSE, self.fc.reshape(c.d_model, -1)), self.hidden_norm, c.norm_eps)
+
     def context(self, taps_BSMD: jax.Array, position_BS: jax.Array) -> list[KeyValue]:
         """Per layer the keys and values [B, S, K, H] of target features [B, S, M, D] at their positions."""
         c = self.config
-        taps_BSE = taps_BSMD.reshape(*taps_BSMD.shape[:2], -1)
-        fused_BSD = layers.rms_norm(
-            layers.linear(taps_BSE, self.fc.reshape(c.d_model, -1)), self.hidden_norm, c.norm_eps
-        )
+        fused_BSD = self.fuse(taps_BSMD)
         table = rotary.table(position_BS, c.head_dim, c.rope_theta, c.rope_scaling)
         return [layer.key_value(fused_BSD, table) for layer in self.layers]
 

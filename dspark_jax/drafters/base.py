@@ -146,7 +146,7 @@ class Fold(Protocol):
 
 def parallel_logits(config: DrafterConfig, frozen: Frozen, hidden: jax.Array) -> jax.Array:
     """Float32 logits [..., V] of hidden states through the target's head, before any sequential part."""
-    return soft_cap(linear(hidden, frozen.head_VD), config.logit_softcap)
+    return soft_cap(config.logit_scale * linear(hidden, frozen.head_VD), config.logit_softcap)
 
 
 def previous_tokens(tokens_BS: jax.Array, anchors_BA: jax.Array, num_drafts: int) -> jax.Array:

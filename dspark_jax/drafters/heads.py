@@ -64,7 +64,8 @@ def first_state(config: DrafterConfig, leading: tuple[int, ...]) -> Any:
 
 
 class ConfidenceHead(nn.Module):
-    """One logit a draft from the backbone's hidden state and, with a Markov head, the previous token's row of W1."""
+    """One logit a draft from the backbone's hidden state, and the previous token's row of W1 where the config says
+    `confidence_with_markov`."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:

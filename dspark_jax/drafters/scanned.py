@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from dspark_jax import kv_cache, layers, rotary
 from dspark_jax.config import DrafterConfig
-from dspark_jax.drafters.backbone import layer_class, layer_rules
+from dspark_jax.drafters.backbone import Backbone, layer_class, layer_rules
 from dspark_jax.kv_cache import DocumentRows
 
 Params = dict[str, Any]
@@ -40,9 +40,7 @@ def context_rows(config: DrafterConfig, params: Params, taps_BSMD: jax.Array, st
     backbone = params["backbone"]
     each = [backbone[f"layers_{i}"] for i in range(config.num_layers)]
     weights: Params = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
-    taps_BSE = taps_BSMD.reshape(*taps_BSMD.shape[:2], -1)
-    fused_BSD = layers.linear(taps_BSE, backbone["fc"].reshape(config.d_model, -1))
-    fused_BSD = layers.rms_norm(fused_BSD, backbone["hidden_norm"], config.norm_eps)
+    fused_BSD: Any = Backbone(config).apply({"params": backbone}, taps_BSMD, method="fuse")
     position_BS = jnp.arange(start_BS.shape[1])[None, :] - start_BS
     table = rotary.table(position_BS, config.head_dim, config.rope_theta, config.rope_scaling)
     empty = kv_cache.empty_rows(start_BS, backbone["fc"].dtype)

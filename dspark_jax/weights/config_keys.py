@@ -61,8 +61,8 @@ class Keys:
                 )
 
     def finish(self, ignored: Collection[str] = ()) -> None:
-        """Raises ConfigError naming a key that nobody took and that is not among `ignored`."""
-        unknown = sorted(set(self._raw) - set(ignored))
+        """Raises ConfigError naming a key that nobody took and that is not among `ignored`; null says nothing."""
+        unknown = sorted(key for key, value in self._raw.items() if value is not None and key not in ignored)
         if unknown:
             key = unknown[0]
             raise ConfigError(

@@ -20,19 +20,23 @@ from dspark_jax.weights.drafter_format import (
     Format,
     backbone_fields,
     head_fields,
+    reduced_vocabulary,
     refuse,
     tap_fields,
     their_backbone,
     their_heads,
+    unpublished_heads,
     window_fields,
 )
 from dspark_jax.weights.rope_keys import write_rope
 
 ARCHITECTURE = "Qwen3DSparkModel"
 TABLE = BACKBONE | HEADS | OWN_HEADS
+_ANCHORS = 512
 
 
 def normalise(keys: Keys, target: TargetConfig | None) -> DrafterConfig:
+    keys.expect("projector_type", "dspark")  # said by writers that know other drafters too
     fields = backbone_fields(keys, target)
     config = DrafterConfig(
         **fields,
@@ -41,7 +45,7 @@ def normalise(keys: Keys, target: TargetConfig | None) -> DrafterConfig:
         **head_fields(keys, own=True),
         block_size=keys.take("block_size"),
         mask_token_id=keys.take("mask_token_id"),
-        draft_vocab_size=keys.take("draft_vocab_size", default=0),
+        draft_vocab_size=reduced_vocabulary(keys, fields["vocab_size"]),
         embed_scale=float(keys.take("input_embedding_scale", (int, float), 1.0)),
         logit_softcap=float(keys.take("final_logit_softcapping", (int, float), 0.0)),
         layout="anchor_first",
@@ -50,10 +54,17 @@ def normalise(keys: Keys, target: TargetConfig | None) -> DrafterConfig:
     return config
 
 
+def num_anchors(description: Description) -> int:
+    """Anchors a sequence in training, without which DeepSpec builds no model: as our own notes say, else its usual."""
+    run = description.notes.get("config") or {}
+    return (run.get("data") or {}).get("num_anchors", _ANCHORS)
+
+
 def describe(config: DrafterConfig, description: Description) -> dict[str, Any]:
     refuse(FORMAT.title, {
         "the layout 'fill_in'": config.layout != "anchor_first",
         "Gemma layers": config.family != "qwen3",
+        "a scale of the logits": config.logit_scale != 1,
         "layers of which only some are causal": len(set(config.layer_causal)) > 1,
     })  # fmt: skip
     raw = {"architectures": [ARCHITECTURE], "dtype": description.dtype} | their_backbone(config)
@@ -64,6 +75,7 @@ def describe(config: DrafterConfig, description: Description) -> dict[str, Any]:
         "num_target_layers": config.num_target_layers,
         "block_size": config.block_size,
         "mask_token_id": config.mask_token_id,
+        "num_anchors": num_anchors(description),
     }
     if any(config.layer_causal):
         raw["is_causal"] = True
@@ -76,4 +88,12 @@ def describe(config: DrafterConfig, description: Description) -> dict[str, Any]:
     return raw | their_heads(config) | {NOTES: description.notes}
 
 
-FORMAT = Format("deepspec", "DeepSpec", TABLE, normalise, describe)
+def extends(config: DrafterConfig) -> dict[str, bool]:
+    return {
+        "a reduced draft vocabulary": config.draft_vocab_size > 0,
+        "causal layers": any(config.layer_causal),
+        "an embedding scale or a soft cap of the logits": (config.embed_scale, config.logit_softcap) != (1.0, 0.0),
+    } | unpublished_heads(config)
+
+
+FORMAT = Format("deepspec", "DeepSpec", TABLE, normalise, describe, extends=extends)

@@ -15,6 +15,7 @@ from dspark_jax.weights.drafter_format import (
     Description,
     Format,
     backbone_fields,
+    reduced_vocabulary,
     refuse,
     tap_fields,
     their_backbone,
@@ -26,6 +27,7 @@ from dspark_jax.weights.rope_keys import write_rope
 ARCHITECTURE = "Qwen3Eagle3Model"
 TABLE = table("layers.{}.") | CONFIDENCE
 _TRAINING = frozenset({"step_loss_decay", "target_model_name_or_path"})
+_STEP_LOSS_DECAY = 0.8  # DeepSpec's own; it builds no model without one
 
 
 def normalise(keys: Keys, target: TargetConfig | None) -> DrafterConfig:
@@ -39,7 +41,7 @@ def normalise(keys: Keys, target: TargetConfig | None) -> DrafterConfig:
         block_size=keys.take("ttt_length"),
         mask_token_id=-1,
         confidence_head=keys.take("enable_confidence_head", bool, False),
-        draft_vocab_size=keys.take("draft_vocab_size", default=0),
+        draft_vocab_size=reduced_vocabulary(keys, fields["vocab_size"]),
         embed_scale=float(keys.take("input_embedding_scale", (int, float), 1.0)),
         logit_softcap=float(keys.take("final_logit_softcapping", (int, float), 0.0)),
     )
@@ -61,6 +63,7 @@ def describe(config: DrafterConfig, description: Description) -> dict[str, Any]:
         "num_target_layers": config.num_target_layers,
         "draft_num_hidden_layers": config.num_layers,
         "ttt_length": config.block_size,
+        "step_loss_decay": _STEP_LOSS_DECAY,
     }
     if config.confidence_head:
         raw["enable_confidence_head"] = True
@@ -73,4 +76,12 @@ def describe(config: DrafterConfig, description: Description) -> dict[str, Any]:
     return raw | {NOTES: description.notes}
 
 
-FORMAT = Format("deepspec", "DeepSpec EAGLE-3", TABLE, normalise, describe, "eagle3")
+def extends(config: DrafterConfig) -> dict[str, bool]:
+    return {
+        "a reduced draft vocabulary": config.draft_vocab_size > 0,
+        "a confidence head": config.confidence_head,
+        "an embedding scale or a soft cap of the logits": (config.embed_scale, config.logit_softcap) != (1.0, 0.0),
+    }
+
+
+FORMAT = Format("deepspec", "DeepSpec EAGLE-3", TABLE, normalise, describe, "eagle3", extends=extends)

@@ -9,6 +9,7 @@ from typing import Any
 from dspark_jax.config import DrafterConfig, TargetConfig
 from dspark_jax.weights import rope_keys
 from dspark_jax.weights.config_keys import Keys
+from dspark_jax.weights.deepspec import num_anchors
 from dspark_jax.weights.drafter_format import (
     BACKBONE,
     HARMLESS,
@@ -19,9 +20,11 @@ from dspark_jax.weights.drafter_format import (
     Entry,
     Format,
     head_fields,
+    reduced_vocabulary,
     refuse,
     tap_fields,
     their_heads,
+    unpublished_heads,
 )
 from dspark_jax.weights.hf_config import full_layers
 
@@ -57,12 +60,13 @@ def normalise(keys: Keys, target: TargetConfig | None) -> DrafterConfig:
     ):
         keys.expect(key, value)
     num_layers, d_model = keys.take("num_hidden_layers"), keys.take("hidden_size")
+    vocab_size = keys.take("vocab_size")
     keys.expect("layer_types", ["full_attention"] * num_layers)
     config = DrafterConfig(
         **tap_fields(keys, target, keys.ids("target_layer_ids")),
         **head_fields(keys, own=True),
         family="gemma4",
-        vocab_size=keys.take("vocab_size"),
+        vocab_size=vocab_size,
         d_model=d_model,
         d_ff=keys.take("intermediate_size"),
         num_layers=num_layers,
@@ -76,7 +80,7 @@ def normalise(keys: Keys, target: TargetConfig | None) -> DrafterConfig:
         max_length=keys.take("max_position_embeddings", default=target.max_length if target else 131072),
         block_size=keys.take("block_size"),
         mask_token_id=keys.take("mask_token_id"),
-        draft_vocab_size=keys.take("draft_vocab_size", default=0),
+        draft_vocab_size=reduced_vocabulary(keys, vocab_size),
         embed_scale=d_model**0.5,
         logit_softcap=float(keys.take("final_logit_softcapping", (int, float), 0.0)),
         layout="anchor_first",
@@ -89,6 +93,7 @@ def describe(config: DrafterConfig, description: Description) -> dict[str, Any]:
     refuse(FORMAT.title, {
         "the layout 'fill_in'": config.layout != "anchor_first",
         "causal layers or windows": any(config.layer_causal) or any(config.layer_windows),
+        "a scale of the logits": config.logit_scale != 1,
         "another embedding scale than the root of the width": config.embed_scale != config.d_model**0.5,
     })  # fmt: skip
     full = rope_keys.write_rope(config.rope_theta, config.rope_scaling)
@@ -120,10 +125,15 @@ def describe(config: DrafterConfig, description: Description) -> dict[str, Any]:
         "num_target_layers": config.num_target_layers,
         "block_size": config.block_size,
         "mask_token_id": config.mask_token_id,
+        "num_anchors": num_anchors(description),
     }
     if config.draft_vocab_size:
         raw["draft_vocab_size"] = config.draft_vocab_size
     return raw | their_heads(config) | {NOTES: description.notes}
 
 
-FORMAT = Format("deepspec", "DeepSpec (Gemma 4)", TABLE, normalise, describe)
+def extends(config: DrafterConfig) -> dict[str, bool]:
+    return {"a reduced draft vocabulary": config.draft_vocab_size > 0} | unpublished_heads(config)
+
+
+FORMAT = Format("deepspec", "DeepSpec (Gemma 4)", TABLE, normalise, describe, extends=extends)

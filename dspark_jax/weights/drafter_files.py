@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import ml_dtypes
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from dspark_jax.config import ConfigError, DrafterConfig, TargetConfig
@@ -209,7 +210,7 @@ def write_drafter(
     it is. `copies` are the target's matrices to put beside it, by their name, as they are.
 
     Both files are written beside the directory first and then moved into it. Raises ConfigError for a format that is
-    not written here, or that cannot hold this drafter.
+    not written here, or that cannot hold this drafter, and where the disk does not take it.
     """
     check_writable(format_name, config)
     form, describe = _writer(format_name, config)
@@ -224,13 +225,18 @@ def write_drafter(
     raw = describe(config, Description(stored, notes))
     tensors = {name: np.ascontiguousarray(tensor) for name, tensor in (tensors | (copies or {})).items()}
     directory = Path(directory)
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=directory.parent) as scratch:
-        save_file(tensors, Path(scratch) / "model.safetensors")
-        (Path(scratch) / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
-        directory.mkdir(exist_ok=True)
-        for name in ("model.safetensors", "config.json"):
-            (Path(scratch) / name).replace(directory / name)
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=directory.parent) as scratch:
+            save_file(tensors, Path(scratch) / "model.safetensors")
+            (Path(scratch) / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+            directory.mkdir(exist_ok=True)
+            for name in ("model.safetensors", "config.json"):
+                (Path(scratch) / name).replace(directory / name)
+    except (OSError, SafetensorError) as error:  # a full disk is the latter, which is no OSError
+        raise ConfigError(
+            f"{directory}: cannot write the drafter ({error}); free some space, or name a folder that can be written"
+        ) from error
 
 
 def _by_table(form: Format, config: DrafterConfig, params: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -254,6 +260,12 @@ def check_writable(format_name: str, config: DrafterConfig) -> None:
     """Raises ConfigError where `write_drafter` would, before there is anything to write."""
     _, describe = _writer(format_name, config)
     describe(config, Description("float32", {}))
+
+
+def extensions(format_name: str, config: DrafterConfig) -> list[str]:
+    """What of a drafter other readers of the named format do not know (see `Format`)."""
+    extends = _writer(format_name, config)[0].extends
+    return [name for name, there in extends(config).items() if there] if extends else []
 
 
 def _writer(format_name: str, config: DrafterConfig) -> tuple[Format, Any]:
@@ -325,6 +337,10 @@ def _read_vocabulary(config: DrafterConfig, files: TensorFiles) -> np.ndarray | 
         raise ConfigError(
             f"{where}: 'd2t' has {len(d2t)} entries{reach}: expected {size} entries within 0..{config.vocab_size - 1}"
         )
+    unique, times = np.unique(ids, return_counts=True)
+    if len(unique) < size:
+        # The law of a draft would then count one of the two places only.
+        raise ConfigError(f"{where}: 'd2t' points at id {unique[times > 1][0]} more than once: expected different ids")
     if t2d is not None and not np.array_equal(np.flatnonzero(t2d), ids):
         raise ConfigError(f"{where}: 'd2t' and 't2d' name different ids")
     return ids.astype(np.int32)

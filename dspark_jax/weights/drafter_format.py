@@ -113,7 +113,8 @@ class Format:
     """`normalise` turns their config.json into ours; it may be told the target; None: files are read as a target's.
     `describe` is the way back, and raises ConfigError for what the format cannot say; None where the format is only
     read. A format with several kinds of drafters has one entry, under the same name, for each `algorithm`. `cut` gives
-    the tensors to write where no table can."""
+    the tensors to write where no table can. `extends` says what of a drafter is stored in words of our own, which other
+    readers of the format do not know."""
 
     name: str
     title: str
@@ -122,6 +123,7 @@ class Format:
     describe: Callable[[DrafterConfig, Description], dict[str, Any]] | None = None
     algorithm: AlgorithmName = "dspark"
     cut: Callable[[DrafterConfig, dict[str, Any]], dict[str, np.ndarray]] | None = None
+    extends: Callable[[DrafterConfig], dict[str, bool]] | None = None
 
 
 @functools.cache
@@ -157,9 +159,10 @@ def their_shape(entry: Entry, leaf: Shape) -> Shape:
     return shape
 
 
-def backbone_fields(keys: Keys, target: TargetConfig | None) -> dict[str, Any]:
-    """The fields of DrafterConfig that every format takes from a Qwen3-type transformers config."""
-    theta, scaling = rope_keys.read_rope(keys.where, keys.rest())
+def backbone_fields(keys: Keys, target: TargetConfig | None, usual_theta: float | None = None) -> dict[str, Any]:
+    """The fields of DrafterConfig that every format takes from a Qwen3-type transformers config. `usual_theta` stands
+    for a rope_theta that files of the format may leave out."""
+    theta, scaling = rope_keys.read_rope(keys.where, keys.rest(), usual_theta)
     for key in rope_keys.KEYS:
         keys.take(key, (dict, int, float), None)
     for key, value in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
@@ -179,6 +182,12 @@ def backbone_fields(keys: Keys, target: TargetConfig | None) -> dict[str, Any]:
         "norm_eps": float(keys.take("rms_norm_eps", (int, float))),
         "max_length": keys.take("max_position_embeddings", default=target.max_length if target else 32768),
     }
+
+
+def reduced_vocabulary(keys: Keys, vocab_size: int) -> int:
+    """How many ids a reduced draft vocabulary has; 0, which is all of them, also where a file counts the whole one."""
+    size = keys.take("draft_vocab_size", default=0)
+    return 0 if size == vocab_size else size
 
 
 def window_fields(keys: Keys, num_layers: int, causal: bool | None, causal_windows: bool) -> dict[str, Any]:
@@ -277,7 +286,7 @@ def unpublished_heads(config: DrafterConfig) -> dict[str, bool]:
     """For `refuse`: what a format with the published heads alone cannot hold."""
     return {
         f"a {config.markov_head_type} head": config.markov_head_type not in _PUBLISHED_HEADS,
-        "a tied Markov head": config.markov_tied,
+        "a tied Markov head (export --target multiplies it out)": config.markov_tied,
     }
 
 

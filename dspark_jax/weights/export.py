@@ -19,7 +19,13 @@ from dspark_jax.config import ConfigError
 from dspark_jax.drafters import registry
 from dspark_jax.drafters.drafter import frozen_parts
 from dspark_jax.weights import cli
-from dspark_jax.weights.drafter_files import DrafterCheckpoint, check_copies, open_drafter, write_drafter
+from dspark_jax.weights.drafter_files import (
+    DrafterCheckpoint,
+    check_copies,
+    extensions,
+    open_drafter,
+    write_drafter,
+)
 from dspark_jax.weights.drafter_format import EMBEDDING, HEAD
 from dspark_jax.weights.locate import EMBEDDED, EMBEDDED_NAME, read_target
 
@@ -75,6 +81,8 @@ def export(checkpoint_path: str, out: str, format_name: str, target_path: str = 
     write_drafter(
         folder, format_name, checkpoint.config, checkpoint.params, checkpoint.draft_to_target, notes, None, copies
     )
+    if ours := extensions(format_name, checkpoint.config):
+        print(f"{out}: only dspark_jax reads {', '.join(ours)} in the {format_name} format", file=sys.stderr)
     beside = f"with the target's {' and '.join(copies)}" if copies else "without the target's embedding and head"
     print(f"{out}: {checkpoint.summary.replace(checkpoint.form.title, format_name)}; {beside}")
 

@@ -2,23 +2,32 @@
 `rope_theta` beside `rope_scaling`; both may be there and must agree."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from dspark_jax.config import ConfigError, RopeScaling
 
 Rope = tuple[float, RopeScaling | None]
 KEYS = ("rope_parameters", "rope_theta", "rope_scaling")
+# What may stand inside a rope's own object: what is read here, and how images turn, which text never sees.
+_INSIDE = frozenset({
+    "attention_factor", "beta_fast", "beta_slow", "factor", "high_freq_factor", "low_freq_factor", "mrope_interleaved",
+    "mrope_section", "mscale", "mscale_all_dim", "original_max_position_embeddings", "partial_rotary_factor",
+    "rope_theta", "rope_type", "truncate", "type",
+})  # fmt: skip
 
 
-def read_rope(where: object, settings: Mapping[str, Any]) -> Rope:
-    """Theta and scaling (None: plain) of a model with one rope. Raises ConfigError for what is not supported."""
+def read_rope(where: object, settings: Mapping[str, Any], usual_theta: float | None = None) -> Rope:
+    """Theta, `usual_theta` where none is given, and scaling (None: plain) of a model with one rope. Raises ConfigError
+    for what is not supported."""
     thetas, scalings = [settings.get("rope_theta")], []
     for key in ("rope_parameters", "rope_scaling"):
         if rope := settings.get(key):
             thetas.append(rope.get("rope_theta"))
             scalings.append(_scaling(where, key, rope, settings))
     found = {float(theta) for theta in thetas if theta is not None}
+    if not found and usual_theta is not None:
+        found = {usual_theta}
     if len(found) != 1:
         raise ConfigError(
             f"{where}: rope_theta is {'given as ' + str(sorted(found)) if found else 'missing'}, expected one"
@@ -31,6 +40,7 @@ def read_rope(where: object, settings: Mapping[str, Any]) -> Rope:
 def read_two_ropes(where: object, settings: Mapping[str, Any], generation: int) -> tuple[Rope, Rope]:
     """Ropes of the full and of the sliding layers of Gemma 3 or 4, with that generation's own defaults."""
     nested = settings.get("rope_parameters") or {}
+    _refuse_unknown(where, "rope_parameters", nested, ("full_attention", "sliding_attention"))
     full: dict[str, Any] = {"rope_theta": settings.get("rope_theta", 1_000_000.0)}
     if nested.get("full_attention"):
         full |= nested["full_attention"]
@@ -56,6 +66,9 @@ def _scaling(where: object, key: str, rope: Mapping[str, Any], settings: Mapping
             f"{where}: {key} = {dict(rope)!r} is not supported; readable: rope_type default, linear, llama3, yarn or"
             " proportional, and partial_rotary_factor with the last only"
         )
+    _refuse_unknown(where, key, rope, _INSIDE)
+    if kind == "yarn" and rope.get("truncate") is False:
+        raise ConfigError(f"{where}: {key}.truncate = False is not supported: the ends of YaRN's ramp are whole here")
     original = rope.get("original_max_position_embeddings") or settings.get("max_position_embeddings", 0)
     match kind:
         case "linear":
@@ -86,6 +99,13 @@ def _scaling(where: object, key: str, rope: Mapping[str, Any], settings: Mapping
                 attention_factor=float(attention),
             )
     return None
+
+
+def _refuse_unknown(where: object, key: str, rope: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raises ConfigError naming a key that might turn positions in another way; null says nothing."""
+    for name in sorted(set(rope) - set(known)):
+        if rope[name] is not None:
+            raise ConfigError(f"{where}: unknown key '{key}.{name}' = {rope[name]!r}: it might change the rope")
 
 
 def _mscale(factor: float, weight: float) -> float:

@@ -1,8 +1,9 @@
 """Is a loaded drafter served as it was trained? A short greedy rollout of the target tells, before any user does.
 
-A wrong layout, layer ids off by one, another rope or a tap on the wrong side of a norm change no text and raise no
-error: drafts are merely rejected. Here the drafts of every block of the rollout are compared with the text that the
-target wrote, as configured and with one thing changed at a time. Where a change helps far beyond chance, it is named.
+A wrong layout, causality or window, layer ids off by one, another rope or a tap on the wrong side of a norm change no
+text and raise no error: drafts are merely rejected. Here the drafts of every block of the rollout are compared with the
+text that the target wrote, as configured and with one thing changed at a time. Where a change helps far beyond chance,
+it is named.
 """
 
 import dataclasses
@@ -109,7 +110,7 @@ def self_test(target: Target, drafter: Any, prompts: Sequence[Sequence[int]], ne
     configured = accepted(c, ids, False)
     changed: dict[str, float] = {}
     cause, best = None, 0.0
-    for name, config, other_ids, normed in _changes(c, target.config, tapped):
+    for name, config, other_ids, normed in _changes(c, target.config, tapped, text_RS.shape[1]):
         counts = accepted(config, other_ids, normed)
         changed[name] = float(counts.mean())
         if _far_above(counts, configured) and changed[name] > best:
@@ -118,16 +119,19 @@ def self_test(target: Target, drafter: Any, prompts: Sequence[Sequence[int]], ne
 
 
 def _changes(
-    c: DrafterConfig, target: TargetConfig, tapped: tuple[int, ...]
+    c: DrafterConfig, target: TargetConfig, tapped: tuple[int, ...], length: int
 ) -> Iterator[tuple[str, DrafterConfig, tuple[int, ...], bool]]:
-    """Names of the suspected faults with the config, layer ids and norm of the last tap that would undo each. A plain
-    draft model reads nothing of the target that could be amiss."""
+    """Names of the suspected faults with the config, layer ids and norm of the last tap that would undo each, for texts
+    of `length`. A plain draft model reads nothing of the target that could be amiss."""
     if c.language_model:
         return
     ids = c.target_layer_ids
-    if c.block_size > 1 and not c.chain:
-        other = "fill_in" if c.layout == "anchor_first" else "anchor_first"
-        yield f"layout {other!r} in place of {c.layout!r}", dataclasses.replace(c, layout=other), ids, False
+    for name, fields in _settings(c, length):
+        try:
+            config = dataclasses.replace(c, **fields)
+        except ConfigError:  # a drafter that cannot be: a head may need more drafts than another layout leaves
+            continue
+        yield name, config, ids, False
     for step in (-1, 1) if ids else ():
         moved = tuple(i + step for i in ids)
         if set(moved) <= set(tapped):
@@ -138,6 +142,21 @@ def _changes(
             yield name, dataclasses.replace(c, rope_theta=theta), ids, False
     if ids:
         yield f"the target's final norm over its last tap (layer {ids[-1]})", c, ids, True
+
+
+def _settings(c: DrafterConfig, length: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What a file may say wrongly of how a block attends. A window that is longer than the text makes no difference."""
+    if c.block_size == 1 or c.chain:
+        return
+    other = "fill_in" if c.layout == "anchor_first" else "anchor_first"
+    yield f"layout {other!r} in place of {c.layout!r}", {"layout": other}
+    causal = c.layer_causal or (False,) * c.num_layers
+    for every in (False, True):
+        if causal != (every,) * c.num_layers:
+            changed = {"layer_causal": (every,) * c.num_layers}
+            yield f"{'every' if every else 'no'} layer causal inside the block", changed
+    if any(0 < window < length for window in c.layer_windows):
+        yield f"no sliding window in place of {list(c.layer_windows)}", {"layer_windows": ()}
 
 
 def _far_above(counts: np.ndarray, configured: np.ndarray) -> bool:

@@ -27,9 +27,11 @@ _MOVED = (
 
 def normalise(keys: Keys, target: TargetConfig | None) -> DrafterConfig:
     fields = backbone_fields(keys, target)
+    keys.expect("target_hidden_size", fields["d_model"])
     for name in ("dflash_config", "dspark_config"):
         section = keys.section(name)
         section.expect("projector_type", "dspark")
+        section.expect("attention_mode", "gqa")
         keys.move(section, *_MOVED)
         section.finish({"confidence_head_alpha"})
     config = DrafterConfig(

@@ -15,6 +15,7 @@ from dspark_jax.weights.drafter_format import (
     Description,
     Format,
     backbone_fields,
+    reduced_vocabulary,
     refuse,
     tap_fields,
     their_backbone,
@@ -26,11 +27,12 @@ from dspark_jax.weights.rope_keys import write_rope
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 TABLE = table("midlayer.") | OWN_HEAD
 _STEPS = 7
+_THETA = 1e4  # what transformers gives a Llama whose config has none, as the first public drafters do
 _IGNORED = frozenset({"target_model_type"})
 
 
 def normalise(keys: Keys, target: TargetConfig | None) -> DrafterConfig:
-    fields = backbone_fields(keys, target)
+    fields = backbone_fields(keys, target, usual_theta=_THETA)
     section = keys.section("eagle_config")
     for key, value in (
         ("use_aux_hidden_state", True),
@@ -44,7 +46,6 @@ def normalise(keys: Keys, target: TargetConfig | None) -> DrafterConfig:
     section.finish()
     keys.expect("target_hidden_size", fields["d_model"])
     own_head = "draft_vocab_size" in keys and not frozen_head(keys)
-    reduced = keys.take("draft_vocab_size", default=0)
     config = DrafterConfig(
         **fields,
         **window_fields(keys, fields["num_layers"], False, causal_windows=False),
@@ -53,7 +54,7 @@ def normalise(keys: Keys, target: TargetConfig | None) -> DrafterConfig:
         algorithm="eagle3",
         block_size=keys.take("ttt_length", default=_STEPS),
         mask_token_id=-1,
-        draft_vocab_size=0 if reduced == fields["vocab_size"] else reduced,
+        draft_vocab_size=reduced_vocabulary(keys, fields["vocab_size"]),
         qk_norm=False,
         own_head=own_head,
     )

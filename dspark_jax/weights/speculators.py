@@ -17,6 +17,7 @@ from dspark_jax.weights.drafter_format import (
     Format,
     backbone_fields,
     head_fields,
+    reduced_vocabulary,
     refuse,
     tap_fields,
     their_backbone,
@@ -45,7 +46,7 @@ def normalise(keys: Keys, target: TargetConfig | None) -> DrafterConfig:
     layer = keys.section("transformer_layer_config")
     fields = backbone_fields(layer, target)
     keys.expect("target_hidden_size", fields["d_model"])
-    block, reduced = keys.take("block_size"), keys.take("draft_vocab_size", default=0)
+    block = keys.take("block_size")
     causal_windows = not keys.take("sliding_window_non_causal", bool, False)
     config = DrafterConfig(
         **fields,
@@ -54,12 +55,23 @@ def normalise(keys: Keys, target: TargetConfig | None) -> DrafterConfig:
         **head_fields(keys),
         block_size=block,
         mask_token_id=keys.take("mask_token_id"),
-        draft_vocab_size=0 if reduced == fields["vocab_size"] else reduced,
+        draft_vocab_size=reduced_vocabulary(keys, fields["vocab_size"]),
         layout=_layout(keys, block),
     )
+    if _carries_the_anchor(config):
+        raise ConfigError(
+            f"{keys.where}: markov_head_type = 'rnn' with the layout 'fill_in': speculators trains its state on the"
+            " anchor's row too, which is no draft and no step of the head here; supported here: anchor_first, or"
+            " 'vanilla' or 'gated'"
+        )
     layer.finish(HARMLESS)
     keys.finish(HARMLESS | _IGNORED)
     return config
+
+
+def _carries_the_anchor(config: DrafterConfig) -> bool:
+    """Whether a head in this format has a state that a block's first row, the anchor's own, has gone into."""
+    return config.markov_head_type == "rnn" and config.layout == "fill_in"
 
 
 def _layout(keys: Keys, block: int) -> Layout:
@@ -88,13 +100,25 @@ def speculative_tokens(keys: Keys) -> Any:
     return named[0].get("speculative_tokens") if named else None
 
 
+def speculators_config(kind: str, config: DrafterConfig, description: Description) -> dict[str, Any]:
+    """What the format says of serving: how many tokens to propose, and for which target."""
+    return {
+        "algorithm": kind,
+        "default_proposal_method": "greedy",
+        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": config.num_drafts}],
+        "verifier": {"name_or_path": description.notes.get("trained_on", {}).get("target"), "architectures": []},
+    }
+
+
 def describe(config: DrafterConfig, description: Description) -> dict[str, Any]:
     windowed = tuple(window > 0 for window in config.layer_windows)
     refuse(FORMAT.title, unpublished_heads(config) | {
         "Gemma layers": config.family != "qwen3",
+        "an rnn head that starts behind the anchor's row (layout 'fill_in')": _carries_the_anchor(config),
         "causal layers without a window, or only some with one": any(config.layer_causal)
         and config.layer_causal != windowed,
         "an embedding scale or a soft cap of the logits": (config.embed_scale, config.logit_softcap) != (1.0, 0.0),
+        "a scale of the logits": config.logit_scale != 1,
     })  # fmt: skip
     kind = "dspark" if config.markov_rank or config.confidence_head else "dflash"
     layer = their_backbone(config)
@@ -102,17 +126,11 @@ def describe(config: DrafterConfig, description: Description) -> dict[str, Any]:
         "rope_parameters": write_rope(config.rope_theta, config.rope_scaling),
         "tie_word_embeddings": False,
     }
-    methods = [{"proposal_type": "greedy", "speculative_tokens": config.num_drafts}]
     raw = {
         "architectures": [_ARCHITECTURES[kind]],
         "dtype": description.dtype,
         "speculators_model_type": kind,
-        "speculators_config": {
-            "algorithm": kind,
-            "default_proposal_method": "greedy",
-            "proposal_methods": methods,
-            "verifier": {"name_or_path": description.notes.get("trained_on", {}).get("target"), "architectures": []},
-        },
+        "speculators_config": speculators_config(kind, config, description),
         "transformer_layer_config": layer,
         "tie_word_embeddings": False,
         "block_size": config.block_size,

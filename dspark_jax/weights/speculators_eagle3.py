@@ -15,6 +15,7 @@ from dspark_jax.weights.drafter_format import (
     Description,
     Format,
     backbone_fields,
+    reduced_vocabulary,
     refuse,
     tap_fields,
     their_backbone,
@@ -22,7 +23,7 @@ from dspark_jax.weights.drafter_format import (
 )
 from dspark_jax.weights.eagle3_format import OWN_HEAD, frozen_head, residual_fields, table, usual_taps
 from dspark_jax.weights.rope_keys import write_rope
-from dspark_jax.weights.speculators import speculative_tokens
+from dspark_jax.weights.speculators import speculative_tokens, speculators_config
 
 KIND = "eagle3"
 TABLE = table("layers.{}.") | OWN_HEAD
@@ -37,7 +38,6 @@ def normalise(keys: Keys, target: TargetConfig | None) -> DrafterConfig:
     layer.expect("model_type", "llama", "qwen3")
     fields = backbone_fields(layer, target)
     keys.expect("target_hidden_size", fields["d_model"])
-    reduced = keys.take("draft_vocab_size", default=0)
     named = [key for key in ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids") if key in keys]
     ids = tuple(layer_id - 1 for layer_id in keys.ids(named[0])) if named else usual_taps(keys, target)
     config = DrafterConfig(
@@ -48,7 +48,7 @@ def normalise(keys: Keys, target: TargetConfig | None) -> DrafterConfig:
         algorithm="eagle3",
         block_size=speculative_tokens(keys) or _STEPS,
         mask_token_id=-1,
-        draft_vocab_size=0 if reduced == fields["vocab_size"] else reduced,
+        draft_vocab_size=reduced_vocabulary(keys, fields["vocab_size"]),
         qk_norm=qk_norm,
         own_head=not frozen_head(keys),
     )
@@ -72,12 +72,7 @@ def describe(config: DrafterConfig, description: Description) -> dict[str, Any]:
         "architectures": ["Eagle3Speculator"],
         "dtype": description.dtype,
         "speculators_model_type": KIND,
-        "speculators_config": {
-            "algorithm": KIND,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": config.num_drafts}],
-            "verifier": {"name_or_path": description.notes.get("trained_on", {}).get("target"), "architectures": []},
-        },
+        "speculators_config": speculators_config(KIND, config, description),
         "transformer_layer_config": layer,
         "tie_word_embeddings": False,
         "draft_vocab_size": config.head_rows,

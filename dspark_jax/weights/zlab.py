@@ -23,6 +23,7 @@ from dspark_jax.weights.drafter_format import (
     Entry,
     Format,
     backbone_fields,
+    reduced_vocabulary,
     refuse,
     tap_fields,
     their_backbone,
@@ -53,7 +54,6 @@ def _fields(keys: Keys, section: Keys, target: TargetConfig | None) -> dict[str,
     """What the two kinds have in common. Some writers put the section's keys at the top."""
     fields = backbone_fields(keys, target)
     section.move(keys, "block_size", "mask_token_id", "target_layer_ids", *_SCALES)
-    section.expect("output_multiplier", 1, 1.0)
     return {
         **fields,
         **window_fields(keys, fields["num_layers"], keys.take("is_causal", bool, None), causal_windows=True),
@@ -61,6 +61,7 @@ def _fields(keys: Keys, section: Keys, target: TargetConfig | None) -> dict[str,
         "block_size": section.take("block_size"),
         "mask_token_id": section.take("mask_token_id"),
         "embed_scale": float(section.take("input_embedding_scale", (int, float), 1.0)),
+        "logit_scale": float(section.take("output_multiplier", (int, float), 1.0)),
         "logit_softcap": float(section.take("final_logit_softcapping", (int, float), 0.0)),
     }
 
@@ -79,11 +80,12 @@ def normalise_2(keys: Keys, target: TargetConfig | None) -> DrafterConfig:
     section.expect("projector_type", "dflash2")
     section.move(keys, "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
     section.expect("conv_kernel_size", TAPS)
+    fields = _fields(keys, section, target)
     config = DrafterConfig(
-        **_fields(keys, section, target),
+        **fields,
         algorithm="dflash2",
         layout="anchor_first" if keys.take("sample_from_anchor", bool, False) else "fill_in",
-        draft_vocab_size=keys.take("draft_vocab_size", default=0),
+        draft_vocab_size=reduced_vocabulary(keys, fields["vocab_size"]),
         confidence_head=keys.take("enable_confidence_head", bool, False),
         conv_group_size=section.take("conv_group_size"),
         selector_rank=section.take("selector_rank"),
@@ -106,6 +108,8 @@ def _describe(config: DrafterConfig, description: Description, title: str, archi
     }
     if config.embed_scale != 1:
         section["input_embedding_scale"] = config.embed_scale
+    if config.logit_scale != 1:
+        section["output_multiplier"] = config.logit_scale
     if config.logit_softcap:
         section["final_logit_softcapping"] = config.logit_softcap
     raw = {"architectures": [architecture], "dtype": description.dtype} | their_backbone(config)
@@ -156,5 +160,14 @@ def describe_2(config: DrafterConfig, description: Description) -> dict[str, Any
     return raw
 
 
+def extends_2(config: DrafterConfig) -> dict[str, bool]:
+    return {
+        "tied codebooks (--target multiplies them out)": config.selector_tied,
+        "the layout 'anchor_first'": config.layout == "anchor_first",
+        "a reduced draft vocabulary": config.draft_vocab_size > 0,
+        "a confidence head": config.confidence_head,
+    }
+
+
 FORMAT = Format("zlab", "z-lab DFlash", TABLE, normalise, describe)
-FORMAT_2 = Format("zlab", "z-lab DFlash 2", TABLE_2, normalise_2, describe_2, algorithm="dflash2")
+FORMAT_2 = Format("zlab", "z-lab DFlash 2", TABLE_2, normalise_2, describe_2, "dflash2", extends=extends_2)

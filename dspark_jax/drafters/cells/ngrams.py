@@ -96,7 +96,7 @@ class HashedNgram(_Window):
             rows = w["hash_table"][self._places(window[..., :order])].astype(jnp.float32)
             vectors.append(jnp.where(known[..., None], rows.reshape(*known.shape, c.markov_rank), 0.0))
         found = jnp.concatenate(vectors, axis=-1)
-        score = jnp.mean(_unit(linear(found, w["hash_key"])) * _unit(projected), axis=-1, keepdims=True)
+        score = jnp.mean(_rms(linear(found, w["hash_key"])) * _rms(projected), axis=-1, keepdims=True)
         score *= c.markov_rank**0.5
         gate = jax.nn.sigmoid(score * jax.lax.rsqrt(jnp.abs(score) + 1e-6))
         return previous.row.astype(jnp.float32) + gate * linear(found, w["hash_out"])
@@ -117,7 +117,7 @@ class HashedNgram(_Window):
         )
 
 
-def _unit(x: jax.Array) -> jax.Array:
+def _rms(x: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
 
 
