@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import hashlib
 import os
-import platform
 import statistics
 import sys
 import time
@@ -25,6 +24,7 @@ from rich.table import Table
 
 from dspark_jax import ConfigError, SamplingParams
 from serve import curves as curves_lib
+from serve import report
 from serve.curves import Curves, Key
 from serve.engine import Engine
 
@@ -34,11 +34,11 @@ ATTEMPTS = 3  # a machine that was busy with something else gets another chance
 
 def identity(engine: Engine) -> dict[str, Any]:
     """What a profile is valid for."""
-    device = jax.devices()[0]
     drafter = engine.models.drafter
     return {
-        "machine": f"{platform.machine()} {device.device_kind} x{jax.device_count()}, {os.cpu_count()} cores",
-        "jax": jax.__version__,
+        "version": report.version("dspark-jax"),
+        "machine": report.machine(),  # with its processor, devices and version of JAX
+        "mesh": {} if engine.mesh is None else dict(engine.mesh.shape),
         "dtype": str(engine.dtype),
         "target": dataclasses.asdict(engine.target_config) | {"eos_token_ids": None},
         "drafter": {} if drafter is None else {k: str(v) for k, v in dataclasses.asdict(drafter).items()},

@@ -79,6 +79,12 @@ class Server:
         spec = parse(policy, engine.num_drafts)
         if spec.kind in ("scheduled", "sync") and curves is None:
             raise ConfigError(f"policy {policy!r} needs the machine's step times: profile the engine first")
+        halves = [key for key in engine.program_keys(sync=True) if key[0] in ("draft", "verify")]
+        if spec.kind == "sync" and not engine._programs.keys() >= set(halves):
+            raise ConfigError(
+                f"policy {policy!r} has programs of its own, and this engine was compiled without them: compile it with"
+                " engine.compile(engine.program_keys(sync=True))"
+            )
         config = engine.config
         engine.reset()
         self.engine, self.curves, self.clock, self.on_token = engine, curves, clock, on_token
@@ -179,7 +185,7 @@ class Server:
     def _decode_now(self, texts: list[Text], slots: list[int], bucket: int, sampled: bool) -> None:
         """`scheduled:sync`: the host reads the lengths that Algorithm 1 found, then picks the bucket."""
         assert self.curves is not None
-        curve = self.curves.steps_per_second(bucket, self.engine.num_drafts, sampled)
+        curve = self.curves.steps_per_second(bucket, self.engine.num_drafts, sampled, active=len(slots))
         knobs, started = self.engine.knobs(prior_G=self.policy.prior_G), self.clock()
         drafted, lengths_R = self.engine.draft(slots, knobs, jax.device_put(curve))
         total = int(np.sum(jax.device_get(lengths_R))) + len(slots)
