@@ -7,6 +7,7 @@ text.tokens, text.reason
 """
 
 import dataclasses
+import logging
 import math
 import time
 from collections import deque
@@ -25,6 +26,7 @@ from serve.rounds import Output
 from serve.scheduler import Request, Row, Scheduler, Text
 
 DEPTH = 2  # rounds dispatched and not yet read
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass
@@ -229,6 +231,18 @@ class Server:
                 self.on_token(text, added)
             if text.reason is not None:
                 self.policy.forget(text.number)
+        if ticket.drafted:
+            self._check_calibration()
+
+    def _check_calibration(self) -> None:
+        """Warns, once, when the confidences of a head no longer say what the target accepts."""
+        drafter = self.engine.models.drafter
+        if drafter is not None and drafter.confidence_head and self.monitor.alarm():
+            known = (error for error in self.monitor.error_by_position() if error is not None)
+            logger.warning(
+                "the drafter's confidences are off by %.2f (by position: %s): fit them to what is served with"
+                " python -m serve.calibrate", self.monitor.error, " ".join(f"{error:.2f}" for error in known),
+            )  # fmt: skip
 
     def _observe_seconds(self, ticket: _Ticket, seconds: float) -> None:
         """Tells the policy what a round took: the device works on one after the other, and never waits."""

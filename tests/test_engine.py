@@ -207,6 +207,25 @@ def test_requests_come_leave_and_are_cancelled_at_any_time():
     assert server.idle
 
 
+def test_drift_of_the_confidences_is_told_once(caplog: pytest.LogCaptureFixture):
+    server = Server(engine(), "fixed:4", curves(), timeless)
+
+    def told_after(rows: int, accepted: int) -> list[str]:
+        """What is logged while serving, after so many rows of four drafts that were all called certain."""
+        for _ in range(rows):
+            server.monitor.observe(np.ones(4), 4, accepted)
+        caplog.clear()
+        server.submit(Request(prompts(1)[0], 4))
+        server.run()
+        return [record.getMessage() for record in caplog.records]
+
+    (message,) = told_after(100, 0)
+    assert "serve.calibrate" in message
+    assert not told_after(100, 0), "told already"
+    assert not told_after(5000, 4), "the head is right again"
+    assert len(told_after(1000, 0)) == 1
+
+
 def test_the_context_limit_holds_a_text_and_its_last_block():
     """A prompt and text that fill max_context to the last position: nothing leaks, nothing overruns."""
     longest = SMALL.max_context - DRAFTER.config.num_drafts - 1

@@ -9,7 +9,7 @@ from dspark_jax import ConfigError
 from serve import curves as curves_lib
 from serve.calibration import read_temperatures, write_temperatures
 from serve.curves import Curves, make_curves
-from serve.monitor import DriftMonitor
+from serve.monitor import LEAST, DriftMonitor
 from serve.policy import FIRST_PROBE, LONGEST_WAIT, PROBE_EVERY, Policy, parse
 
 G = 4
@@ -240,6 +240,28 @@ def test_monitor_sees_a_head_that_drifts():
     assert honest.error is not None and boastful.error is not None
     assert honest.error < 0.06 < 0.2 < boastful.error
     assert honest.error_by_position() == [pytest.approx(honest.error)]
+
+
+def test_monitor_raises_an_alarm_once_for_each_drift():
+    rng, monitor = np.random.default_rng(0), DriftMonitor(2)
+
+    def alarms(boast: float) -> int:
+        total = 0
+        for _ in range(6000):
+            chance_G = np.cumprod(rng.random(2))
+            stands = int((rng.random() < chance_G).sum())
+            monitor.observe(np.minimum(chance_G + boast, 1.0), 2, stands)
+            total += monitor.alarm()
+        return total
+
+    assert [alarms(boast) for boast in (0.0, 0.3, 0.3, 0.0, 0.3)] == [0, 1, 0, 0, 1]
+
+
+def test_few_drafts_raise_no_alarm_however_they_end():
+    monitor = DriftMonitor(1)
+    for _ in range(LEAST // 2):
+        monitor.observe(np.ones(1), 1, 0)
+        assert not monitor.alarm()
 
 
 def test_monitor_knows_nothing_of_unverified_positions():
