@@ -198,9 +198,11 @@ class Args:
     max_prompt_tokens: int = 256
     """Longer prompts are left out: one of them would size the caches of all."""
     temperature: float = 0.0
-    """Of decoding: calibrate for what is served, here and in the two below."""
+    """Of decoding, like the next two: calibrate for what is served."""
     top_k: int = 0
+    """Tokens that may be drawn; 0: all."""
     top_p: float = 1.0
+    """Probability that the tokens which may be drawn have together; 1: all."""
     plot: Path | None = None
     """Where to draw the reliability diagrams."""
 

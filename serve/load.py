@@ -72,7 +72,7 @@ class Args:
             raise ConfigError("--concurrency, --limit, --requests and --repeats must be positive, --tokens at least 2")
         if self.rates and min(self.rates) <= 0:
             raise ConfigError(f"--rates {self.rates}: expected positive requests a second")
-        SamplingParams(self.temperature)
+        SamplingParams(self.temperature)  # raises where it is none
 
 
 @dataclasses.dataclass(frozen=True)

