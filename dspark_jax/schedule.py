@@ -25,13 +25,18 @@ def prefix_survival(confidence_RG: ArrayLike) -> Array:
     return _settled(jnp.cumprod(jnp.where(jnp.isnan(confidence_RG), 0.0, confidence_RG), axis=1))
 
 
-def prefix_schedule(confidence_RG: ArrayLike, steps_per_second: ArrayLike) -> Array:
+def prefix_schedule(
+    confidence_RG: ArrayLike, steps_per_second: ArrayLike, num_active: ArrayLike | None = None
+) -> Array:
     """The paper's Algorithm 1 with its early stop: lengths_R, int32.
 
     `steps_per_second[B]` is the measured rate of rounds with B packed tokens (draft pass included), index 0
     unused, up to R + R * G. Drafts enter in order of survival while expected tokens a second,
     (R + admitted survivals) * steps_per_second, strictly improves; the first that does not ends it, which is
     what makes current confidences safe to use. A curve too short for that raises ConfigError.
+
+    Where only `num_active` rows are requests, that number stands for R in the formula; it may be traced. The other
+    rows must have confidences of 0.
     """
     survival_RG = prefix_survival(confidence_RG)
     curve_B = jnp.asarray(steps_per_second).astype(jnp.float32)
@@ -43,8 +48,9 @@ def prefix_schedule(confidence_RG: ArrayLike, steps_per_second: ArrayLike) -> Ar
             f" for each of 0..{needed - 1} packed tokens"
         )
     sorted_N, rank_RG = _ranked(survival_RG)
-    expected_N = num_rows + jnp.concatenate([jnp.zeros((1,)), jnp.cumsum(sorted_N)])
-    rate_N = expected_N * curve_B[num_rows:needed]
+    active = jnp.asarray(num_rows if num_active is None else num_active, jnp.int32)
+    expected_N = active.astype(jnp.float32) + jnp.concatenate([jnp.zeros((1,)), jnp.cumsum(sorted_N)])
+    rate_N = expected_N * lax.dynamic_slice_in_dim(curve_B, active, expected_N.shape[0])
     improves_N = (rate_N[1:] > rate_N[:-1]) & (sorted_N > 0)
     admitted = jnp.sum(jnp.cumprod(improves_N.astype(jnp.int32)))
     return jnp.sum(rank_RG < admitted, axis=1, dtype=jnp.int32)

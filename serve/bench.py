@@ -23,6 +23,7 @@ from serve import load, profile, report, suite
 from serve.calibration import read_temperatures
 from serve.cells import Bench, Prompts
 from serve.engine import Engine, EngineConfig
+from serve.policy import parse
 from serve.prompts import choose_prompts, encode
 from serve.scheduler import positions
 from serve.setup import cache_programs, load_models
@@ -92,9 +93,9 @@ def run(
     does.
     """
     began = time.perf_counter()
-    for engine in (plain, drafting):
+    for engine, keys in _programs(plain, drafting, settings):
         on_step("compiling", 0)
-        engine.compile(on_program=lambda key: on_step(f"compiled {' '.join(map(str, key))}", 1))
+        engine.compile(keys, lambda key: on_step(f"compiled {' '.join(map(str, key))}", 1))
     compiled = time.perf_counter()
     curves = profile.measure(drafting, on_point=lambda text: on_step(f"timing {text}", 0))
     on_step("timed", 1)
@@ -137,9 +138,15 @@ def _teller(on_step: Callable[[str, int], None], where: str) -> Callable[[str], 
     return lambda policy: on_step(f"{where}: {policy}", 0)
 
 
-def count_steps(plain: Engine, drafting: Engine, prompts: Prompts) -> int:
+def _programs(plain: Engine, drafting: Engine, settings: Settings) -> list[tuple[Engine, list[tuple[Any, ...]]]]:
+    """What is compiled of each engine."""
+    sync = parse(settings.policy, drafting.num_drafts).kind == "sync"
+    return [(plain, plain.program_keys()), (drafting, drafting.program_keys(sync))]
+
+
+def count_steps(plain: Engine, drafting: Engine, prompts: Prompts, settings: Settings) -> int:
     """How many steps `run` announces."""
-    programs = len(plain.program_keys()) + len(drafting.program_keys())
+    programs = sum(len(keys) for _, keys in _programs(plain, drafting, settings))
     return programs + 1 + len(REQUESTS) * len(TEMPERATURES) * len(prompts)
 
 
@@ -158,11 +165,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             report.check_writable(args.json)
         cache_programs()
         target, drafter, path = load_models(args.target, args.drafter)
+        parse(args.settings.policy, drafter.config.num_drafts)
         prompts = encode(target, chosen, args.settings.tokens)
         longest = max(len(ids) for domain in prompts.values() for ids in domain)
         plain, drafting = engines(target, drafter, path, longest, args.settings.tokens)
         with report.progress() as progress:
-            task = progress.add_task("", total=count_steps(plain, drafting, prompts))
+            task = progress.add_task("", total=count_steps(plain, drafting, prompts, args.settings))
 
             def on_step(text: str, done: int) -> None:
                 progress.update(task, description=text, advance=done)

@@ -2,9 +2,12 @@
 
     python -m serve.calibrate [--target PATH --drafter FOLDER] --prompts FILE.jsonl [--temperature 0]
 
-Every position is verified, so each has a label. Prompts are split in three: half fit the temperatures, a quarter
-chooses between them and none at all, and the last quarter, seen by neither, gives the numbers that are reported.
-The temperatures go to calibration.json beside the drafter, where the engine finds them.
+Every position is verified, so each has a label. The prompts of each domain are split in three: half fit the
+temperatures, a quarter chooses between them and none at all, and the last quarter, seen by neither, gives the numbers
+that are reported. The temperatures go to calibration.json beside the drafter, where the engine finds them.
+
+They fit decoding with one temperature, top-k and top-p, drafts from the whole draft vocabulary, verified token by
+token. The engine has one set of them for all its requests, and drafts from a shortlist unless told otherwise.
 """
 
 import dataclasses
@@ -21,7 +24,7 @@ from rich.table import Table
 
 from dspark_jax import ConfigError, Drafter, Generation, SamplingParams, Target, calibrate, generate
 from serve import report
-from serve.calibration import write_temperatures
+from serve.calibration import FILE, write_temperatures
 from serve.prompts import choose_prompts, encode
 from serve.setup import cache_programs, load_models
 
@@ -67,44 +70,50 @@ def quality(rollouts: Rollouts, temperatures_G: np.ndarray) -> dict[str, list[fl
 def run(
     target: Target,
     drafter: Drafter,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Sequence[Sequence[int]]],
     new_tokens: int,
     sampling: SamplingParams,
     on_prompts: Callable[[int], None] = lambda _: None,
     batch_size: int = 8,
 ) -> tuple[np.ndarray, dict[str, Any], Rollouts]:
-    """Temperatures, what they changed on held-out prompts, and those prompts' rollouts.
+    """Temperatures, what they changed on held-out prompts, and those prompts' rollouts. `prompts` are by domain.
 
     Raises ConfigError for a drafter without a confidence head and for too few blocks.
     """
     config = drafter.config
-    if not config.confidence_head:
-        raise ConfigError("this drafter has no confidence head: there is nothing to calibrate")
+    check_head(drafter)
     eos = target.config.eos_token_ids
-    longest = max(len(prompt) for prompt in prompts)
+    rows = [prompt for domain in prompts for prompt in domain]
+    longest = max(map(len, rows))
     generations: list[Generation] = []
-    for start in range(0, len(prompts), batch_size):
-        part = list(prompts[start : start + batch_size])
+    for start in range(0, len(rows), batch_size):
+        part = rows[start : start + batch_size]
         done = generate(target, drafter, part, new_tokens, sampling, start, eos, longest_prompt=longest,
                         batch_size=batch_size)  # fmt: skip
         generations += done
         on_prompts(len(part))
-    temperatures, result, held = fit(generations, eos, config.num_drafts)
+    turn = iter(generations)
+    temperatures, result, held = fit([[next(turn) for _ in domain] for domain in prompts], eos, config.num_drafts)
     return temperatures, {"sampling": dataclasses.asdict(sampling), "new_tokens": new_tokens} | result, held
 
 
-def fit(
-    generations: Sequence[Generation], eos_token_ids: Sequence[int], num_drafts: int
-) -> tuple[np.ndarray, dict[str, Any], Rollouts]:
-    """`run` on texts whose every draft was verified. Domains should take turns (`interleave`).
+def check_head(drafter: Drafter) -> None:
+    """Raises ConfigError for a drafter that has nothing to calibrate."""
+    if not drafter.config.confidence_head:
+        raise ConfigError("this drafter has no confidence head: there is nothing to calibrate")
 
-    Raises ConfigError for too few blocks.
-    """
-    # Every fourth prompt chooses, every fourth reports: domains that follow each other in a file fall in all splits.
-    fitting, choose, held = (
-        collect([g for i, g in enumerate(generations) if i % 4 in which], eos_token_ids, num_drafts)
-        for which in ((0, 2), (1,), (3,))
-    )
+
+def split(domains: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """Every other text of each domain, every fourth, and the other fourths: a domain has its share of all three."""
+    turns = ((0, 2), (1,), (3,))
+    return [[text for domain in domains for i, text in enumerate(domain) if i % 4 in which] for which in turns]
+
+
+def fit(
+    domains: Sequence[Sequence[Generation]], eos_token_ids: Sequence[int], num_drafts: int
+) -> tuple[np.ndarray, dict[str, Any], Rollouts]:
+    """`run` on the texts of each domain, their every draft verified. Raises ConfigError for too few blocks."""
+    fitting, choose, held = (collect(part, eos_token_ids, num_drafts) for part in split(domains))
     smallest = min(len(part.accepted_N) for part in (fitting, choose, held))
     if smallest < LEAST_BLOCKS:
         raise ConfigError(
@@ -189,29 +198,43 @@ class Args:
     max_prompt_tokens: int = 256
     """Longer prompts are left out: one of them would size the caches of all."""
     temperature: float = 0.0
-    """Of decoding: calibrate for the one that is served."""
+    """Of decoding, like the next two: calibrate for what is served."""
+    top_k: int = 0
+    """Tokens that may be drawn; 0: all."""
+    top_p: float = 1.0
+    """Probability that the tokens which may be drawn have together; 1: all."""
     plot: Path | None = None
     """Where to draw the reliability diagrams."""
 
+    def check(self) -> None:
+        """Raises ConfigError for settings that measure nothing."""
+        if min(self.limit, self.tokens - 1) < 1:
+            raise ConfigError(f"--limit {self.limit} --tokens {self.tokens}: expected at least 1 and 2")
 
-def main() -> int:
+
+def main(arguments: Sequence[str] | None = None) -> int:
     try:
-        args = tyro.cli(Args, description=__doc__)
+        args = tyro.cli(Args, args=arguments, prog="serve.calibrate", description=__doc__)
+        args.check()
+        sampling = SamplingParams(args.temperature, args.top_k, args.top_p)
         chosen = choose_prompts(args.prompts, args.limit)
         if args.plot:
-            report.check_writable(args.plot)
+            report.check_writable(args.plot, "--plot")
         cache_programs()
         target, drafter, path = load_models(args.target, args.drafter)
-        by_domain = encode(target, chosen, args.tokens)
-        rows = [ids for ids in interleave(list(by_domain.values())) if len(ids) <= args.max_prompt_tokens]
-        if not rows:
+        check_head(drafter)
+        report.check_writable(path / FILE, "--drafter")
+        domains = [
+            [ids for ids in domain if len(ids) <= args.max_prompt_tokens]
+            for domain in encode(target, chosen, args.tokens).values()
+        ]
+        if not any(domains):
             raise ConfigError(f"no prompt has at most {args.max_prompt_tokens} tokens: raise --max-prompt-tokens")
         columns = (TextColumn("rollouts"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns) as progress:
-            task = progress.add_task("", total=len(rows))
-            sampling = SamplingParams(args.temperature)
+            task = progress.add_task("", total=sum(map(len, domains)))
             temperatures, result, held = run(
-                target, drafter, rows, args.tokens, sampling, lambda n: progress.update(task, advance=n)
+                target, drafter, domains, args.tokens, sampling, lambda n: progress.update(task, advance=n)
             )
         console = Console()
         show(result, temperatures, console)

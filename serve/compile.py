@@ -21,7 +21,6 @@ os.environ.setdefault("JAX_EXEC_TIME_OPTIMIZATION_EFFORT", "-1.0")
 
 import dataclasses
 import functools
-import json
 import math
 import runpy
 import sys
@@ -49,6 +48,7 @@ from serve.engine import empty_state, scans, state_shardings, trace
 from serve.roofline import Work
 from serve.rounds import Models, State, Weights
 from serve.sizes import EngineConfig, program_keys
+from serve.suite_store import finite
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 DTYPE = jnp.dtype(jnp.bfloat16)
@@ -294,6 +294,8 @@ def show(proof: Proof, command: Command, console: Console) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     try:
         command = tyro.cli(Command, args=arguments, prog="serve.compile", description=__doc__)
+        if command.json:
+            report.check_writable(command.json)
         with report.progress() as progress:
             task = progress.add_task("describing the topology", total=None)
 
@@ -301,13 +303,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 progress.update(task, description=f"compiling {name}", completed=done, total=total)
 
             proof = prove(command, on_program)
+        show(proof, command, report.console())
+        if command.json:
+            numbers = {"memory": proof.memory, "needed": proof.needed, "chip": dataclasses.asdict(proof.chip)}
+            report.write_json(command.json, finite(numbers | {"programs": rows(proof)}))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    show(proof, command, report.console())
-    if command.json:
-        numbers = {"memory": proof.memory, "needed": proof.needed, "chip": dataclasses.asdict(proof.chip)}
-        command.json.write_text(json.dumps(numbers | {"programs": rows(proof)}, indent=1) + "\n")
     return 0 if proof.margin >= 0 else 1
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,14 +28,14 @@ class Curves:
         """A drafting round of `tokens` packed places."""
         return self.seconds[requests, tokens, sampled]
 
-    def steps_per_second(self, requests: int, num_drafts: int, sampled: bool) -> np.ndarray:
-        """SPS(B) for B = 0 .. R (G + 1) packed tokens, a staircase over the compiled sizes; R itself is a plain round.
-        Index 0 repeats index 1 (Algorithm 1 does not read it)."""
+    def steps_per_second(self, requests: int, num_drafts: int, sampled: bool, active: int) -> np.ndarray:
+        """SPS(B) for B = 0 .. R (G + 1) packed tokens in rounds of bucket R, a staircase over the compiled sizes. Only
+        `active` of the R requests are there: so many tokens are a plain round (Algorithm 1 reads nothing before it)."""
         edges = sorted(t for r, t, s in self.seconds if r == requests and s == sampled and t)
         sizes = np.arange(requests * (num_drafts + 1) + 1)
         up = np.minimum(np.searchsorted(edges, sizes), len(edges) - 1)
         seconds = np.array([self.draft(requests, edges[i], sampled) for i in up])
-        seconds[: requests + 1] = self.plain(requests, sampled)
+        seconds[: active + 1] = self.plain(requests, sampled)
         return (1.0 / seconds).astype(np.float32)
 
     def to_json(self) -> list[dict[str, Any]]:
@@ -46,8 +47,8 @@ class Curves:
 
 
 def make_curves(measured: Mapping[Key, float]) -> Curves:
-    """Makes measured medians monotone in T for each R. Raises ConfigError where more tokens cost nothing at all:
-    such a table would make every draft look free."""
+    """Makes measured medians monotone in T for each R. Raises ConfigError where more tokens cost nothing at all among
+    the largest rounds, those of the largest R: such a table would make every draft look free."""
     seconds = dict(measured)
     for requests, sampled in {(r, s) for r, _, s in measured}:
         sizes = sorted(t for r, t, s in measured if (r, s) == (requests, sampled) and t)
@@ -56,15 +57,14 @@ def make_curves(measured: Mapping[Key, float]) -> Curves:
             running = max(running, seconds[requests, t, sampled])
             seconds[requests, t, sampled] = running
     for sampled in {s for _, _, s in measured}:
-        drafting = {(r, t): seconds[r, t, sampled] for r, t, s in measured if t and s == sampled}
-        if len(drafting) > 1:
-            smallest, largest = min(drafting), max(drafting)
-            if drafting[largest] <= drafting[smallest]:
-                raise ConfigError(
-                    f"the profile is flat: {smallest[1]} packed tokens take {drafting[smallest] * 1e3:.1f} ms and"
-                    f" {largest[1]} take {drafting[largest] * 1e3:.1f} ms. Something else kept the machine busy:"
-                    " profile again (--profile)"
-                )
+        requests = max(r for r, _, s in measured if s == sampled)
+        drafting = {t: seconds[r, t, s] for r, t, s in measured if (r, s) == (requests, sampled) and t}
+        if len(drafting) > 1 and drafting[max(drafting)] <= drafting[min(drafting)]:
+            few, many = (f"{t} packed tokens take {drafting[t] * 1e3:.1f} ms" for t in (min(drafting), max(drafting)))
+            raise ConfigError(
+                f"the profile is flat: with {requests} requests {few} and {many}. Something else kept the machine busy:"
+                " profile again (--profile)"
+            )
     return Curves(seconds)
 
 
@@ -76,7 +76,7 @@ def from_json(points: Iterable[Mapping[str, Any]]) -> Curves:
 def save(curves: Curves, path: Path, identity: Mapping[str, Any]) -> None:
     """Writes the curves and what they were measured for, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")  # another process may be saving the same curves
     part.write_text(json.dumps({"identity": dict(identity), "curves": curves.to_json()}, indent=1) + "\n")
     part.replace(path)
 
@@ -85,7 +85,7 @@ def load(path: Path, identity: Mapping[str, Any]) -> Curves | None:
     """Curves saved for exactly this identity; None if there are none, or the file is not readable as such."""
     try:
         saved = json.loads(path.read_text())
-        if saved["identity"] != dict(identity):
+        if saved["identity"] != json.loads(json.dumps(dict(identity))):  # JSON has no tuples
             return None
         return from_json(saved["curves"])
     except (OSError, ValueError, KeyError, TypeError):

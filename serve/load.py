@@ -23,6 +23,7 @@ from serve import load_plots, profile, report
 from serve.calibration import read_temperatures
 from serve.curves import Curves
 from serve.engine import Engine, EngineConfig
+from serve.policy import parse
 from serve.prompts import choose_prompts, encode
 from serve.scheduler import Request, Text, positions
 from serve.server import Server
@@ -67,10 +68,11 @@ class Args:
         """Raises ConfigError for settings that measure nothing."""
         if not self.policies or not (self.concurrency or self.rates):
             raise ConfigError("--policies and --concurrency (or --rates) must not be empty")
-        if min((*self.concurrency, self.requests, self.tokens - 1, self.repeats)) < 1:
-            raise ConfigError("--concurrency, --requests and --repeats must be positive, --tokens at least 2")
+        if min((*self.concurrency, self.limit, self.requests, self.tokens - 1, self.repeats)) < 1:
+            raise ConfigError("--concurrency, --limit, --requests and --repeats must be positive, --tokens at least 2")
         if self.rates and min(self.rates) <= 0:
             raise ConfigError(f"--rates {self.rates}: expected positive requests a second")
+        SamplingParams(self.temperature)  # raises where it is none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +87,10 @@ class Load:
 def run_point(
     server: Server, load: Load, requests: Sequence[Request], seed: int, sleep: Callable[[float], None] = time.sleep
 ) -> tuple[list[Text], float]:
-    """Serves all requests under one load; returns the texts and the seconds from first arrival to last end."""
+    """Serves all requests under one load; returns the texts and the seconds from first arrival to last end.
+
+    A text of an open loop waits from its arrival on, so for the step that is under way then too.
+    """
     arrivals = np.zeros(len(requests))
     if load.rate:
         arrivals = np.cumsum(np.random.default_rng(seed).exponential(1 / load.rate, len(requests)))
@@ -94,7 +99,9 @@ def run_point(
         now = server.clock() - start
         open_texts = sum(text.reason is None for text in texts)
         while queue and queue[0][0] <= now and (load.rate or open_texts < load.users):
-            texts.append(server.submit(queue.pop(0)[1]))
+            arrival, request = queue.pop(0)
+            sent = start + float(arrival) if load.rate else server.clock()
+            texts.append(server.scheduler.submit(request, sent))
             open_texts += 1
         if server.idle:
             sleep(max(0.0, min(queue[0][0] - now, 0.05)))
@@ -211,21 +218,17 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
                 str(load[0]), f"{load[1]:g}" if load[1] else "", load[2], row["policy"],
                 f"{row['tokens_per_second']:.1f}",
                 f"{row['tokens_per_second'] / off:.2f}" if off else "",
-                _text(row["tokens_per_second_per_user_p50"], ".1f"),
-                _text(row["tokens_per_second_per_user_p95"], ".1f"),
-                _text(row["time_to_first_token_p50"], ".2f", " s"),
-                _text(row["verified_per_request_round"], ".2f"),
-                _text(row["accepted_per_request_round"], ".2f"),
-                _text(row["padding_share"], ".0%"),
-                _text(row["host_share"], ".1%"),
-                _text(row["idle_share"], ".1%"),
+                report.number_text(row["tokens_per_second_per_user_p50"], ".1f"),
+                report.number_text(row["tokens_per_second_per_user_p95"], ".1f"),
+                report.number_text(row["time_to_first_token_p50"], ".2f", " s"),
+                report.number_text(row["verified_per_request_round"], ".2f"),
+                report.number_text(row["accepted_per_request_round"], ".2f"),
+                report.number_text(row["padding_share"], ".0%"),
+                report.number_text(row["host_share"], ".1%"),
+                report.number_text(row["idle_share"], ".1%"),
                 end_section=row is lines[-1],
             )  # fmt: skip
     report.console().print(table)
-
-
-def _text(value: float | None, form: str, unit: str = "") -> str:
-    return "-" if value is None else f"{value:{form}}{unit}"
 
 
 def make_engines(args: Args, longest: int, target: Any, drafter: Any, path: Path) -> dict[bool, Engine]:
@@ -251,9 +254,11 @@ def main(argv: Sequence[str]) -> int:
         if args.json:
             report.check_writable(args.json)
         if args.plots:
-            args.plots.mkdir(parents=True, exist_ok=True)
+            report.make_folder(args.plots, "--plots")
         cache_programs()
         target, drafter, path = load_models(args.target, args.drafter)
+        for policy in args.policies:
+            parse(policy, drafter.config.num_drafts)
         prompts = encode(target, chosen, args.tokens)
         if unknown := set(args.domains) - {"mixed", *prompts}:
             raise ConfigError(f"--domains {sorted(unknown)}: the prompts have {sorted(prompts)}, or say mixed")

@@ -12,7 +12,8 @@ Row = Mapping[str, Any]
 
 
 def average(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Repeats of a load and policy as one row: means of numbers, in order of first appearance."""
+    """Repeats of a load and policy as one row, in order of first appearance: means of times, rates and shares; counts
+    are the first repeat's."""
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         groups.setdefault((row["users"], row["rate"], row["domain"], row["policy"]), []).append(row)

@@ -1,9 +1,13 @@
 """Is the confidence head still calibrated? A running calibration error over verified drafts. No jax."""
 
+import math
+
 import numpy as np
 
 BINS = 20
-MEMORY = 0.999  # a round weighs half after some 700
+MEMORY = 0.999  # a request's part of a round weighs half after some 700 more, of whatever requests
+LEAST = 200  # verified drafts before there is anything to say
+ALARM, CALM = 0.1, 0.05  # error beyond chance that raises the alarm, and below which it may be raised again
 
 
 class DriftMonitor:
@@ -15,6 +19,7 @@ class DriftMonitor:
 
     def __init__(self, num_drafts: int) -> None:
         self._count, self._prediction, self._label = np.zeros((3, num_drafts, BINS))
+        self._raised = False
 
     def observe(self, survival_G: np.ndarray, length: int, accepted: int) -> None:
         """One request's part of a round: the first `length` drafts were verified, `accepted` of them stood."""
@@ -38,3 +43,19 @@ class DriftMonitor:
         """Over all positions, weighted by how often they were verified."""
         count = self._count.sum()
         return float(np.abs(self._prediction - self._label).sum() / count) if count else None
+
+    @property
+    def excess(self) -> float:
+        """The error beyond what as many drafts of a calibrated head would show by chance; 0 while there are few."""
+        count, error = self._count.sum(), self.error
+        if error is None or count < LEAST:
+            return 0.0
+        share = self._prediction / np.maximum(self._count, 1e-9)
+        spread = np.sqrt(np.maximum(self._prediction * (1 - share), 0.0)).sum()  # of the accepted ones in each bin
+        return error - math.sqrt(2 / math.pi) * float(spread / count)
+
+    def alarm(self) -> bool:
+        """True once when the confidences have drifted, and again only after they had come back."""
+        before, excess = self._raised, self.excess
+        self._raised = excess > (CALM if before else ALARM)
+        return self._raised and not before

@@ -2,7 +2,7 @@
 
     off               plain decoding
     fixed:K           the first K drafts of every request
-    threshold:C       drafts before the first confidence below C
+    threshold:C       drafts before the first confidence below C, as far as a round of their usual number has room
     scheduled         the capacity with most expected tokens a second on the profiled curve (paper 5.2); the default
     scheduled:sync    the paper's Algorithm 1 on current confidences; the host waits for them
 
@@ -22,8 +22,8 @@ from serve.curves import Curves
 Kind = Literal["off", "fixed", "threshold", "scheduled", "sync"]
 DEFAULT = "scheduled"
 PROBE_EVERY = 16  # rounds of one kind after which one is of the other: moods of drafter and machine change
-LONGEST_WAIT = 128  # a drafting probe that changes nothing makes the next one wait twice as long, up to this
-FIRST_PROBES = (4, 8)  # and sooner at first, when a plain round's time is known from the profile alone
+LONGEST_WAIT = 128  # a probe that changes nothing makes the next one wait twice as long, up to this
+FIRST_PROBE = 4  # the first plain one, sooner: until then a plain round's time is known from the profile alone
 MEMORY = 0.95  # of the running means over rounds
 TEXT_MEMORY = 0.7  # of a text's own running mean: one round's confidences say little about the round after next
 LARGEST_SLIP = 4.0  # a round that took longer than this many times its profile was held up by something else
@@ -40,6 +40,8 @@ class PolicySpec:
 def parse(text: str, num_drafts: int) -> PolicySpec:
     """Raises ConfigError for anything that is not one of the forms above."""
     name, _, value = text.partition(":")
+    if not num_drafts and text != "off":
+        raise ConfigError(f"policy {text!r}: there is no drafter here, so the only policy is off")
     if text in ("off", "scheduled"):
         return PolicySpec(text)
     if text == "scheduled:sync":
@@ -78,7 +80,8 @@ class Policy:
         # where drafts are cheap, and where they are not, probing finds out.
         self._mean_survival = 0.5 ** np.arange(1, num_drafts + 1)
         self._mean_length = float(num_drafts)
-        self._plain_rounds, self._drafting_rounds, self._wait = 0, 0, PROBE_EVERY
+        self._plain_rounds, self._drafting_wait = 0, PROBE_EVERY  # since the last drafting round, and until a probe
+        self._drafting_rounds, self._plain_wait = 0, FIRST_PROBE  # the other way round
         self._predicted, self._stood = 1.0, 1.0
         self._taken_G, self._tried_G = np.ones(num_drafts), np.full(num_drafts, 2.0)
         self._slip: dict[tuple[int, bool], tuple[float, float]] = {}  # by bucket and kind of round: sum of logs, weight
@@ -114,16 +117,18 @@ class Policy:
         drafting = np.array([curves.draft(bucket, t, sampled) for t in edges]) * self.slip(bucket, drafted=True)
         capacity = capacity_from_stale(survival_RG, [plain, *drafting], [count, *edges])
         if capacity == 0:
+            self._drafting_rounds, self._plain_wait = 0, PROBE_EVERY
             self._plain_rounds += 1
-            if self._plain_rounds < self._wait:
+            if self._plain_rounds < self._drafting_wait:
                 return Choice(0)
-            self._plain_rounds, self._wait = 0, min(2 * self._wait, LONGEST_WAIT)
+            self._plain_rounds, self._drafting_wait = 0, min(2 * self._drafting_wait, LONGEST_WAIT)
             return Choice(_at_least(edges, count + capacity_from_stale(survival_RG, drafting, edges)))
-        self._plain_rounds, self._wait = 0, PROBE_EVERY
+        self._plain_rounds, self._drafting_wait = 0, PROBE_EVERY
         self._drafting_rounds += 1
-        if self._drafting_rounds in FIRST_PROBES or self._drafting_rounds % PROBE_EVERY == 0:
-            return Choice(0)
-        return Choice(_at_least(edges, count + capacity))
+        if self._drafting_rounds < self._plain_wait:
+            return Choice(_at_least(edges, count + capacity))
+        self._drafting_rounds, self._plain_wait = 0, min(2 * self._plain_wait, LONGEST_WAIT)
+        return Choice(0)
 
     def slip(self, bucket: int, drafted: bool) -> float:
         """How many times its profiled seconds a round has taken of late. Rounds in a row find other caches warm than
@@ -143,7 +148,8 @@ class Policy:
         known_G = self._survival.get(text, self._mean_survival)
         self._survival[text] = TEXT_MEMORY * known_G + (1 - TEXT_MEMORY) * np.nan_to_num(survival_G)
         self._mean_survival = MEMORY * self._mean_survival + (1 - MEMORY) * np.nan_to_num(survival_G)
-        self._mean_length = MEMORY * self._mean_length + (1 - MEMORY) * length
+        if self.spec.kind == "threshold":
+            self._mean_length = MEMORY * self._mean_length + (1 - MEMORY) * _certain(survival_G, self.spec.value)
         self._predicted = MEMORY * self._predicted + float(np.nan_to_num(survival_G[:length]).sum())
         self._stood = MEMORY * self._stood + accepted
         tried = np.arange(self.num_drafts) < min(length, accepted + 1)
@@ -153,6 +159,13 @@ class Policy:
     def forget(self, text: int) -> None:
         """A text has ended."""
         self._survival.pop(text, None)
+
+
+def _certain(survival_G: np.ndarray, threshold: float) -> int:
+    """Drafts before the first confidence below the threshold, whatever there was room for: a mean over what was
+    verified could only fall. Confidences are ratios of survivals, so one at the threshold may be off by rounding."""
+    before_G = np.concatenate([[1.0], survival_G[:-1]])
+    return int(np.cumprod((survival_G > 0) & (survival_G >= before_G * (threshold - 1e-6))).sum())
 
 
 def _at_least(edges: Sequence[int], wanted: int) -> int:

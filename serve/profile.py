@@ -10,11 +10,10 @@ import contextlib
 import dataclasses
 import hashlib
 import os
-import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from rich.table import Table
 
 from dspark_jax import ConfigError, SamplingParams
 from serve import curves as curves_lib
+from serve import report
 from serve.curves import Curves, Key
 from serve.engine import Engine
 
@@ -34,11 +34,11 @@ ATTEMPTS = 3  # a machine that was busy with something else gets another chance
 
 def identity(engine: Engine) -> dict[str, Any]:
     """What a profile is valid for."""
-    device = jax.devices()[0]
     drafter = engine.models.drafter
     return {
-        "machine": f"{platform.machine()} {device.device_kind} x{jax.device_count()}, {os.cpu_count()} cores",
-        "jax": jax.__version__,
+        "version": report.version("dspark-jax"),
+        "machine": report.machine(),  # with its processor, devices and version of JAX
+        "mesh": {} if engine.mesh is None else dict(engine.mesh.shape),
         "dtype": str(engine.dtype),
         "target": dataclasses.asdict(engine.target_config) | {"eos_token_ids": None},
         "drafter": {} if drafter is None else {k: str(v) for k, v in dataclasses.asdict(drafter).items()},
@@ -82,13 +82,14 @@ def _measure(engine: Engine, sampled: tuple[bool, ...], on_point: Callable[[str]
 
 
 def fill(engine: Engine, params: SamplingParams) -> None:
-    """Puts a prompt of half the longest length into every slot."""
+    """Puts a prompt of half the longest length into every slot. Where there are too few pages for all of them slots
+    share some: what is in them is no matter here."""
     config = engine.config
-    prompt = [1] * min(max(config.prefill_lengths), config.max_context // 2)
-    pages_each = config.pages // config.max_requests
+    length, longest, each = max(config.max_context // 2, 1), max(config.prefill_lengths), config.pages_per_request
     for slot in range(config.max_requests):
-        pages = range(slot * pages_each, (slot + 1) * pages_each)
-        engine.prefill(slot, prompt, 0, slot, params, list(pages))
+        pages = [(slot * each + i) % config.pages for i in range(each)]
+        for start in range(0, length, longest):
+            engine.prefill(slot, [1] * min(longest, length - start), start, slot, params, pages)
 
 
 def once(engine: Engine, slots: list[int], tokens: int) -> float:
@@ -187,11 +188,13 @@ class Args:
     """Measure even if curves are kept for this machine, model and version."""
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     from serve.setup import cache_programs, load_engine
 
     try:
-        args = tyro.cli(Args, description=__doc__)
+        args = tyro.cli(Args, args=arguments, prog="serve.profile", description=__doc__)
+        if args.out:
+            report.make_folder(args.out, "--out")
         cache_programs()
         engine = load_engine(args.target, args.drafter, max_requests=args.requests)
         console = Console()

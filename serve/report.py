@@ -1,5 +1,6 @@
 """What a benchmark shows: one table of results, one of where the time goes, and a JSON file with every number."""
 
+import importlib.metadata
 import json
 import os
 import platform
@@ -50,6 +51,14 @@ def machine() -> dict[str, Any]:
         "platform": devices[0].platform,
         "devices": [device.device_kind for device in devices],
     }
+
+
+def version(package: str) -> str | None:
+    """Of an installed package; None for one that is not, such as this one run from its source alone."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def summarise(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -151,12 +160,22 @@ def interval_text(interval: Sequence[float] | None) -> str:
     return "" if interval is None else f" ({interval[0]:.2f}-{interval[1]:.2f})"
 
 
-def check_writable(path: Path) -> None:
-    """Refuses a JSON file that could not be written when the run is over."""
+def check_writable(path: Path, option: str = "--json") -> None:
+    """Refuses a file that could not be written when the run is over."""
     if path.is_dir() or not path.resolve().parent.is_dir():
-        raise ConfigError(f"--json {path}: expected a file in a directory that exists")
+        raise ConfigError(f"{option} {path}: expected a file in a directory that exists")
     if not os.access(path.resolve().parent, os.W_OK):
-        raise ConfigError(f"--json {path}: its directory cannot be written to")
+        raise ConfigError(f"{option} {path}: its directory cannot be written to")
+
+
+def make_folder(path: Path, option: str) -> None:
+    """Makes a folder for what a run writes at its end. Raises ConfigError where that cannot be."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: cannot be made ({error.strerror})") from None
+    if not os.access(path, os.W_OK):
+        raise ConfigError(f"{option} {path}: cannot be written to")
 
 
 def write_json(path: Path, result: Mapping[str, Any]) -> None:

@@ -22,7 +22,7 @@ from dspark_jax.drafters.base import Committed, Frozen
 from dspark_jax.drafters.registry import algorithm
 from dspark_jax.kv_cache import Packing
 from dspark_jax.sampling import BlockSample, SamplingRows, request_law, sample_rows
-from dspark_jax.schedule import admit_top, prefix_schedule
+from dspark_jax.schedule import admit_top, prefix_schedule, threshold_lengths
 from dspark_jax.sharding import constrain
 from dspark_jax.tpu_cache import paged_cache
 
@@ -189,16 +189,18 @@ def choose(drafted: Drafted, slot_R: jax.Array, num_slots: int, knobs: Knobs, nu
     """Lengths of the prefixes that fill the T places of the round (see the module's head for why this is lossless)."""
     active_R = slot_R < num_slots
     position_1G = jnp.arange(drafted.survival_RG.shape[1])[None, :]
-    certain_RG = jnp.cumprod((drafted.confidence_RG >= knobs.threshold).astype(jnp.float32), axis=1)
-    rank_RG = jnp.where(knobs.by_survival, drafted.survival_RG, 1.0) * certain_RG
-    rank_RG = jnp.where(active_R[:, None] & (position_1G < knobs.longest), rank_RG, 0.0)
+    longest_R = jnp.minimum(threshold_lengths(drafted.confidence_RG, knobs.threshold), knobs.longest)
+    longest_R = jnp.where(active_R, longest_R, 0)
+    rank_RG = jnp.where(knobs.by_survival, drafted.survival_RG, 1.0)
+    rank_RG = jnp.where(position_1G < longest_R[:, None], rank_RG, 0.0)
     return admit_top(rank_RG, num_tokens - jnp.sum(active_R, dtype=jnp.int32))
 
 
 def choose_now(drafted: Drafted, slot_R: jax.Array, num_slots: int, steps_per_second_B: jax.Array) -> jax.Array:
     """The paper's Algorithm 1 on the current confidences, with its early stop; fillers stay at 0."""
     active_R = slot_R < num_slots
-    return prefix_schedule(jnp.where(active_R[:, None], drafted.confidence_RG, 0.0), steps_per_second_B)
+    confidence_RG = jnp.where(active_R[:, None], drafted.confidence_RG, 0.0)
+    return prefix_schedule(confidence_RG, steps_per_second_B, jnp.sum(active_R, dtype=jnp.int32))
 
 
 def verify(

@@ -7,6 +7,7 @@ text.tokens, text.reason
 """
 
 import dataclasses
+import logging
 import math
 import time
 from collections import deque
@@ -23,6 +24,8 @@ from serve.monitor import DriftMonitor
 from serve.policy import DEFAULT, Policy, parse
 from serve.rounds import Output
 from serve.scheduler import DEPTH, Request, Row, Scheduler, Text
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass
@@ -77,6 +80,12 @@ class Server:
         spec = parse(policy, engine.num_drafts)
         if spec.kind in ("scheduled", "sync") and curves is None:
             raise ConfigError(f"policy {policy!r} needs the machine's step times: profile the engine first")
+        halves = [key for key in engine.program_keys(sync=True) if key[0] in ("draft", "verify")]
+        if spec.kind == "sync" and not engine._programs.keys() >= set(halves):
+            raise ConfigError(
+                f"policy {policy!r} has programs of its own, and this engine was compiled without them: compile it with"
+                " engine.compile(engine.program_keys(sync=True))"
+            )
         config = engine.config
         engine.reset()
         self.engine, self.curves, self.clock, self.on_token = engine, curves, clock, on_token
@@ -177,7 +186,7 @@ class Server:
     def _decode_now(self, texts: list[Text], slots: list[int], bucket: int, sampled: bool) -> None:
         """`scheduled:sync`: the host reads the lengths that Algorithm 1 found, then picks the bucket."""
         assert self.curves is not None
-        curve = self.curves.steps_per_second(bucket, self.engine.num_drafts, sampled)
+        curve = self.curves.steps_per_second(bucket, self.engine.num_drafts, sampled, active=len(slots))
         knobs, started = self.engine.knobs(prior_G=self.policy.prior_G), self.clock()
         drafted, lengths_R = self.engine.draft(slots, knobs, jax.device_put(curve))
         total = int(np.sum(jax.device_get(lengths_R))) + len(slots)
@@ -221,10 +230,22 @@ class Server:
             heard.append((text, added))
             if text.reason is not None:
                 self.policy.forget(text.number)
+        if ticket.drafted:
+            self._check_calibration()
         # Last of all, since a listener may raise: by then no text lacks its tokens.
         for text, added in heard:
             if added and self.on_token:
                 self.on_token(text, added)
+
+    def _check_calibration(self) -> None:
+        """Warns, once, when the confidences of a head no longer say what the target accepts."""
+        drafter = self.engine.models.drafter
+        if drafter is not None and drafter.confidence_head and self.monitor.alarm():
+            known = (error for error in self.monitor.error_by_position() if error is not None)
+            logger.warning(
+                "the drafter's confidences are off by %.2f (by position: %s): fit them to what is served with"
+                " python -m serve.calibrate", self.monitor.error, " ".join(f"{error:.2f}" for error in known),
+            )  # fmt: skip
 
     def _observe_seconds(self, ticket: _Ticket, seconds: float) -> None:
         """Tells the policy what a round took: the device works on one after the other, and never waits."""

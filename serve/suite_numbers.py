@@ -242,12 +242,11 @@ def _sweep(
 
 
 def _calibration(name: str, runs: Sequence[Rollout], eos: Sequence[int]) -> Row:
-    """Fitted on half of the prompts, judged on a quarter; `why_not` says what is missing where there are too few."""
+    """Fitted on half of every set, judged on a quarter; `why_not` says what is missing where there are too few."""
     one = runs[0]
     row: Row = {"drafter": one.drafter, "domain": name, "temperature": one.temperature, "why_not": None}
     try:
-        turns = calibrate.interleave([run.texts for run in runs])
-        scale, result, held = calibrate.fit(turns, eos, one.block)
+        scale, result, held = calibrate.fit([run.texts for run in runs], eos, one.block)
     except ConfigError as error:
         return row | {"why_not": str(error)}
     measures = {side: {k: [_known(x) for x in v] for k, v in result[side].items()} for side in ("before", "after")}

@@ -178,8 +178,11 @@ def test_load_serves_every_request_once_under_every_policy(both: tuple[Engine, E
     load.show(rows)
 
 
-def test_poisson_arrivals_wait_for_their_time(both: tuple[Engine, Engine], curves: Curves):
-    """With a clock that only `sleep` and steps move, no request is submitted before it arrives."""
+def test_poisson_arrivals_wait_for_their_time(
+    both: tuple[Engine, Engine], curves: Curves, monkeypatch: pytest.MonkeyPatch
+):
+    """With a clock that only `sleep` and steps move, no request is submitted before it arrives, and its wait is
+    counted from then on."""
     now = [0.0]
 
     def clock() -> float:
@@ -191,9 +194,13 @@ def test_poisson_arrivals_wait_for_their_time(both: tuple[Engine, Engine], curve
 
     server = load.Server(both[0], "off", curves, clock=clock)
     requests = load.make_requests(PROMPTS, load.Load(2, 4.0, "mixed"), load.Args(requests=3, tokens=2), ())
+    submit, handed_over = server.scheduler.submit, []
+    monkeypatch.setattr(server.scheduler, "submit", lambda *args: (handed_over.append(now[0]), submit(*args))[1])
     texts, seconds = load.run_point(server, load.Load(2, 4.0, "mixed"), requests, 0, sleep)
     arrivals = np.cumsum(np.random.default_rng(0).exponential(0.25, 6))
-    assert all(text.submitted >= arrival for text, arrival in zip(texts, arrivals, strict=True))
+    start = 0.001  # the clock's first word
+    assert [text.submitted for text in texts] == pytest.approx(start + arrivals)
+    assert all(then > text.submitted for then, text in zip(handed_over, texts, strict=True))
     assert seconds > arrivals[-1]
 
 
@@ -225,11 +232,19 @@ def test_calibration_improves_a_boastful_head(target: Target):
     head = {"weight": drafter.params["confidence_head"]["weight"] * 0, "bias": jnp.float32(8.0)}
     boastful = dataclasses.replace(drafter, params=drafter.params | {"confidence_head": head})
     prompts = [[1 + i % 30, 2, 3 + i % 20] for i in range(64)]
-    temperatures, measured, held = calibrate.run(target, boastful, prompts, 24, SamplingParams(0.0))
+    temperatures, measured, held = calibrate.run(target, boastful, [prompts], 24, SamplingParams(0.0))
     assert measured["kept"] and sum(measured["after"]["ece"]) < sum(measured["before"]["ece"])
     assert held.logits_NG.shape[1] == drafter.config.num_drafts and np.all(temperatures > 0)
     with pytest.raises(ConfigError, match="give more prompts"):
-        calibrate.run(target, boastful, prompts[:4], 4, SamplingParams(0.0))
+        calibrate.run(target, boastful, [prompts[:2], prompts[2:4]], 4, SamplingParams(0.0))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_every_domain_has_its_share_of_every_split(count: int):
+    parts = calibrate.split([[domain] * 40 for domain in range(count)])
+    for part, share in zip(parts, (20, 10, 10), strict=True):
+        assert [part.count(domain) for domain in range(count)] == [share] * count
+    assert sorted(i for part in calibrate.split([[*range(7)], [*range(7, 12)]]) for i in part) == [*range(12)]
 
 
 def test_interleave_takes_turns():

@@ -11,6 +11,7 @@ import pytest
 from tiny import good_drafter, make_target, random_tokens, timeless
 
 from dspark_jax import ConfigError, SamplingParams, generate
+from dspark_jax.schedule import prefix_schedule
 from serve import rounds
 from serve.curves import Curves
 from serve.engine import Engine, EngineConfig, trace
@@ -80,6 +81,26 @@ def test_greedy_texts_are_those_of_plain_decoding(policy: str):
     assert all(t.reason == "length" for t in texts)
     if policy not in ("off", "fixed:1", "scheduled:sync"):  # early stop sticks at the staircase's first cliff
         assert sum(t.accepted for t in texts) > 10, "a good drafter whose drafts are not accepted"
+
+
+def test_sync_says_at_once_which_programs_it_misses():
+    made = Engine(TARGET, DRAFTER, SMALL)
+    made._programs = dict.fromkeys(made.program_keys(), len)  # what compile() makes by default
+    with pytest.raises(ConfigError, match=r"engine\.program_keys\(sync=True\)"):
+        Server(made, "scheduled:sync", Curves({}))
+    made._programs |= dict.fromkeys(made.program_keys(sync=True), len)
+    Server(made, "scheduled:sync", Curves({}))
+
+
+def test_algorithm_1_of_a_bucket_is_that_of_its_requests():
+    """Two requests in a bucket of four: the empty rows, whatever they hold, count as no tokens."""
+    rng = np.random.default_rng(0)
+    confidence_RG = jnp.asarray(rng.uniform(0.6, 1.0, (4, 4)), jnp.float32)
+    drafted = rounds.Drafted(None, confidence_RG, confidence_RG, confidence_RG)
+    for slope in (0.01, 0.05, 0.1, 0.2):
+        curve_B = jnp.asarray(1 / (1 + slope * np.arange(4 * 5 + 1)), jnp.float32)
+        alone = prefix_schedule(confidence_RG[:2], curve_B).tolist()
+        assert rounds.choose_now(drafted, jnp.array([3, 1, 4, 4]), 4, curve_B).tolist() == [*alone, 0, 0]
 
 
 def test_stop_ids_end_a_text_inside_a_block_and_are_kept():
@@ -184,6 +205,25 @@ def test_requests_come_leave_and_are_cancelled_at_any_time():
         else:
             assert text.tokens == tokens
     assert server.idle
+
+
+def test_drift_of_the_confidences_is_told_once(caplog: pytest.LogCaptureFixture):
+    server = Server(engine(), "fixed:4", curves(), timeless)
+
+    def told_after(rows: int, accepted: int) -> list[str]:
+        """What is logged while serving, after so many rows of four drafts that were all called certain."""
+        for _ in range(rows):
+            server.monitor.observe(np.ones(4), 4, accepted)
+        caplog.clear()
+        server.submit(Request(prompts(1)[0], 4))
+        server.run()
+        return [record.getMessage() for record in caplog.records]
+
+    (message,) = told_after(100, 0)
+    assert "serve.calibrate" in message
+    assert not told_after(100, 0), "told already"
+    assert not told_after(5000, 4), "the head is right again"
+    assert len(told_after(1000, 0)) == 1
 
 
 def test_the_context_limit_holds_a_text_and_its_last_block():

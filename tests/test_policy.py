@@ -9,8 +9,8 @@ from dspark_jax import ConfigError
 from serve import curves as curves_lib
 from serve.calibration import read_temperatures, write_temperatures
 from serve.curves import Curves, make_curves
-from serve.monitor import DriftMonitor
-from serve.policy import FIRST_PROBES, LONGEST_WAIT, PROBE_EVERY, Policy, parse
+from serve.monitor import LEAST, DriftMonitor
+from serve.policy import FIRST_PROBE, LONGEST_WAIT, PROBE_EVERY, Policy, parse
 
 G = 4
 BUCKETS = {1: (2, 4, 5), 4: (8, 16, 20)}
@@ -32,6 +32,13 @@ def test_unknown_policies_are_refused(text: str):
         parse(text, G)
 
 
+@pytest.mark.parametrize("text", ["scheduled", "scheduled:sync", "threshold:0.5", "fixed:1"])
+def test_without_a_drafter_nothing_drafts(text: str):
+    assert parse("off", 0).kind == "off"
+    with pytest.raises(ConfigError, match=f"'{text}': there is no drafter"):
+        parse(text, 0)
+
+
 def test_fixed_takes_the_bucket_that_holds_it():
     choice = policy("fixed:2").choose([7, 8, 9, 10], 4, None, False)
     assert (choice.tokens, choice.longest, choice.by_survival) == (16, 2, False)
@@ -43,6 +50,41 @@ def test_threshold_follows_the_lengths_it_has_seen():
     for _ in range(200):
         p.observe(1, np.full(G, 0.1), 0, 0)
     assert p.choose([1, 2, 3, 4], 4, None, False).tokens == 8
+
+
+def play_threshold(p: Policy, texts: list[int], bucket: int, certain: int, rounds: int) -> int:
+    """Rounds in which so many drafts of each block are certain, cut by position to the room there is; the last T."""
+    survival_G = np.cumprod([0.9] * certain + [0.1] * (G - certain))
+    tokens = 0
+    for _ in range(rounds):
+        tokens = p.choose(texts, bucket, None, False).tokens
+        length = min(certain, tokens // len(texts) - 1)
+        for text in texts:
+            p.observe(text, survival_G, length, length)
+    return tokens
+
+
+@pytest.mark.parametrize(("texts", "bucket"), [([0], 1), ([0, 1, 2, 3], 4)])
+def test_threshold_shrinks_its_rounds_and_grows_them_again(texts: list[int], bucket: int):
+    """At a fixed number of requests: what a small round had no room for must count, or rounds could only shrink."""
+    p = policy("threshold:0.5")
+    assert play_threshold(p, texts, bucket, certain=0, rounds=200) == BUCKETS[bucket][0]
+    assert play_threshold(p, texts, bucket, certain=G, rounds=200) == BUCKETS[bucket][-1]
+    assert play_threshold(p, texts, bucket, certain=0, rounds=200) == BUCKETS[bucket][0]
+
+
+def test_a_confidence_at_the_threshold_passes_and_nothing_behind_a_low_one_counts():
+    p = policy("threshold:0.9")
+    survival_G = np.cumprod(np.full(G, 0.9, np.float32))
+    for _ in range(200):
+        p.observe(0, survival_G, 0, 0)
+    assert p.choose([0], 1, None, False).tokens == 5
+    for _ in range(200):
+        p.observe(0, np.cumprod([0.5, 1.0, 1.0, 1.0]), 0, 0)
+    assert p.choose([0], 1, None, False).tokens == 2
+    for survival_G in (np.zeros(G), np.full(G, np.nan)):
+        p.observe(0, survival_G, 0, 0)
+    assert p.choose([0], 1, None, False).tokens == 2
 
 
 def test_scheduled_spends_more_where_drafts_survive():
@@ -95,10 +137,22 @@ def test_a_probe_has_the_length_that_would_pay_most():
     assert tokens == {0, BUCKETS[1][-1]}
 
 
-def test_plain_rounds_are_timed_now_and_then_where_drafts_pay():
+def test_plain_rounds_are_timed_less_and_less_often_where_drafts_pay():
     p = policy("scheduled")
-    tokens = [p.choose([0], 1, linear(0.0), False).tokens for _ in range(2 * PROBE_EVERY)]
-    assert [i + 1 for i, t in enumerate(tokens) if not t] == [*FIRST_PROBES, PROBE_EVERY, 2 * PROBE_EVERY]
+    tokens = [p.choose([0], 1, linear(0.0), False).tokens for _ in range(10 * LONGEST_WAIT)]
+    waits = np.diff([-1] + [i for i, t in enumerate(tokens) if not t]).tolist()
+    assert waits == [min(FIRST_PROBE << i, LONGEST_WAIT) for i in range(len(waits))] and waits[-1] == LONGEST_WAIT
+    assert tokens[-LONGEST_WAIT:].count(0) <= 1
+
+
+def test_a_change_of_mind_makes_plain_probes_frequent_again():
+    p = policy("scheduled")
+    for _ in range(10 * LONGEST_WAIT):
+        p.choose([0], 1, linear(0.0), False)
+    p.observe(0, np.zeros(G), G, 0)
+    assert not p.choose([0], 1, linear(1.0), False).tokens
+    tokens = [p.choose([0], 1, linear(0.0), False).tokens for _ in range(PROBE_EVERY)]
+    assert [i for i, t in enumerate(tokens) if not t] == [PROBE_EVERY - 1]
 
 
 def test_one_unsure_round_does_not_end_drafting():
@@ -146,9 +200,22 @@ def test_curves_are_made_monotone_and_a_flat_profile_is_refused():
         make_curves({(1, 2, False): 3.0, (1, 5, False): 3.0})
 
 
+def test_a_rise_from_one_number_of_requests_to_another_is_none():
+    """Eight requests take longer than one; that says nothing about what a draft costs."""
+    flat = {(r, t, False): float(r) for r, sizes in ((1, (0, 4, 6)), (8, (0, 16, 32, 48))) for t in sizes}
+    with pytest.raises(ConfigError, match="with 8 requests 16 packed tokens"):
+        make_curves(flat)
+    assert make_curves(flat | {(8, 48, False): 9.0})  # one request may well be bound by memory alone
+
+
 def test_steps_per_second_is_a_staircase_over_compiled_sizes():
-    rate = linear(0.5, 0.0).steps_per_second(1, G, False)
+    rate = linear(0.5, 0.0).steps_per_second(1, G, False, active=1)
     np.testing.assert_allclose(rate, [2.0, 2.0, 1.0, 0.5, 0.5, 0.4])
+
+
+def test_in_a_bucket_with_room_a_draft_costs_a_drafting_round():
+    rate = linear(0.5, 0.0).steps_per_second(4, G, False, active=2)
+    np.testing.assert_allclose(rate[:10], [0.5] * 3 + [1 / 4] * 6 + [1 / 8])
 
 
 def test_curves_round_trip_and_belong_to_one_machine(tmp_path: Path):
@@ -173,6 +240,28 @@ def test_monitor_sees_a_head_that_drifts():
     assert honest.error is not None and boastful.error is not None
     assert honest.error < 0.06 < 0.2 < boastful.error
     assert honest.error_by_position() == [pytest.approx(honest.error)]
+
+
+def test_monitor_raises_an_alarm_once_for_each_drift():
+    rng, monitor = np.random.default_rng(0), DriftMonitor(2)
+
+    def alarms(boast: float) -> int:
+        total = 0
+        for _ in range(6000):
+            chance_G = np.cumprod(rng.random(2))
+            stands = int((rng.random() < chance_G).sum())
+            monitor.observe(np.minimum(chance_G + boast, 1.0), 2, stands)
+            total += monitor.alarm()
+        return total
+
+    assert [alarms(boast) for boast in (0.0, 0.3, 0.3, 0.0, 0.3)] == [0, 1, 0, 0, 1]
+
+
+def test_few_drafts_raise_no_alarm_however_they_end():
+    monitor = DriftMonitor(1)
+    for _ in range(LEAST // 2):
+        monitor.observe(np.ones(1), 1, 0)
+        assert not monitor.alarm()
 
 
 def test_monitor_knows_nothing_of_unverified_positions():

@@ -70,6 +70,15 @@ def test_what_a_draft_decides_never_decides_about_it(eighths, others, row, k, ca
         assert (before[row] >= k) == (after[row] >= k)
 
 
+@given(EIGHTHS, st.lists(st.integers(1, 64), min_size=R * G + R + 1, max_size=R * G + R + 1), st.integers(1, R))
+def test_algorithm_1_counts_the_requests_that_are_there(eighths, steps, active):
+    """A bucket with empty rows: lengths are those of its requests alone, under the same curve."""
+    curve, confidence = np.sort(np.array(steps, np.float32))[::-1] / 64, grid(eighths)
+    confidence[active:] = 0.0
+    lengths = jax.jit(prefix_schedule)(confidence, curve, active).tolist()
+    assert lengths == [*prefix_schedule(confidence[:active], curve).tolist(), *[0] * (R - active)]
+
+
 def test_algorithm_1_stops_at_the_first_step_down():
     curve = [0.0, 1.0, 0.5, 0.9, 0.9]
     assert prefix_schedule(np.ones((1, 3), np.float32), curve).tolist() == [0]

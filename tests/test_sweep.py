@@ -9,7 +9,7 @@ import pytest
 from tiny import good_drafter, make_target, random_tokens
 
 from dspark_jax import Generation, Round, SamplingParams, generate
-from serve import law, measure, policy, sweep
+from serve import law, measure, sweep
 from serve.engine import Engine, EngineConfig
 from serve.scheduler import Request
 from serve.server import Server
@@ -54,12 +54,12 @@ def engine() -> Engine:
     config = EngineConfig(max_requests=1, max_context=128, prefill_lengths=(8,), shortlist=0)
     engine = Engine(TARGET, DRAFTER, config, TEMPERATURES_G)
     engine.compile([("prefill", 8), ("round", 1, G + 1)])
+    engine.token_buckets = {1: (G + 1,)}
     return engine
 
 
-def rerun(engine: Engine, threshold: float, monkeypatch: pytest.MonkeyPatch) -> list[Generation]:
-    """Decoding with that threshold, with room for every draft in each round."""
-    monkeypatch.setattr(policy, "_at_least", lambda edges, wanted: edges[-1])
+def rerun(engine: Engine, threshold: float) -> list[Generation]:
+    """Decoding with that threshold, with room for every draft in each round: the only size of this engine."""
     server = Server(engine, f"threshold:{threshold}")
     done = [server.submit(Request(tuple(prompt), LIMIT, stop_ids=(EOS,))) for prompt in PROMPTS]
     server.run()
@@ -67,9 +67,9 @@ def rerun(engine: Engine, threshold: float, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("quantile", [0.0, 0.05, 0.2])
-def test_replay_is_decoding_at_that_threshold(quantile: float, engine: Engine, monkeypatch: pytest.MonkeyPatch):
+def test_replay_is_decoding_at_that_threshold(quantile: float, engine: Engine):
     threshold = threshold_at(quantile)
-    decoded = rerun(engine, threshold, monkeypatch)
+    decoded = rerun(engine, threshold)
     assert numbers(replayed(threshold)) == numbers(decoded)
     lengths = [len(round_.draft) for text in decoded for round_ in text.rounds]
     assert max(lengths) == G, "some blocks must be whole"

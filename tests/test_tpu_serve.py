@@ -56,6 +56,10 @@ def test_chips_are_told_apart():
         (["--target-config", "qwen4_9b", "--topology", "v5e:2x4"], "no such file; known names: qwen3_14b, qwen3_4b"),
         (["--target-config", "smollm2_135m", "--topology", "v5e:2x4"], "has no get_target"),
         (["--target-config", "qwen3_8b", "--topology", "v5e:3"], "--topology v5e:3: cannot be described"),
+        (
+            ["--target-config", "qwen3_8b", "--topology", "v5e:2x4", "--json", "/nowhere/x.json"],
+            "--json /nowhere/x.json",
+        ),
     ],
 )
 def test_what_must_be_put_right_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):
