@@ -146,7 +146,7 @@ def test_a_checkpoint_of_each_format_is_read_as_what_it_is(tmp_path: Path, name:
     if ids is not None:
         np.testing.assert_array_equal(checkpoint.draft_to_target, ids)
     assert line in checkpoint.summary
-    assert checkpoint.copies == {}
+    assert not checkpoint.copies
 
 
 def test_a_head_of_its_own_is_served_and_a_copy_of_the_embedding_is_compared(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from tiny import DFLASH2, make_drafter, make_target
 from dspark_jax.target import Target
 from dspark_jax.weights import export, inspect
 from dspark_jax.weights.drafter_files import open_drafter, write_drafter
+from dspark_jax.weights.safetensor_files import TensorFiles
 
 TARGET = make_target()
 IDS = np.asarray([0, 3, 4, 9, 17, 20, 39], np.int32)
@@ -322,6 +323,17 @@ def test_inspect_shows_what_matters(
         "can be written as │ deepspec, speculators │",
     ):
         assert text in shown, text
+
+
+def test_inspect_leaves_the_targets_matrices_where_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(tmp_path / "a")
+    target = target_folder(tmp_path / "target")
+    assert run(tmp_path / "a", "--format", "deepspec", tmp_path / "b", "--target", target) == 0
+    read: list[str] = []
+    whole = TensorFiles.read
+    monkeypatch.setattr(TensorFiles, "read", lambda self, name, index=(): read.append(name) or whole(self, name, index))
+    assert inspect.main([str(tmp_path / "b")]) == 0
+    assert "fc.weight" in read and not {"embed_tokens.weight", "lm_head.weight"} & set(read)
 
 
 @pytest.mark.slow

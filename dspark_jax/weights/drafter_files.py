@@ -66,16 +66,18 @@ _ROUNDING: dict[str, float] = {"rtol": 2**-7, "atol": 1e-5}
 @dataclasses.dataclass(frozen=True, eq=False)
 class DrafterCheckpoint:
     """A drafter as it lies in its files. `params` keep their stored dtype; `draft_to_target` is the target id of every
-    draft id (None: all of them); `copies` are its copies of the target's embedding and head; `notes` what the
-    file says of how the drafter came about. A plain draft model may bring a `tokenizer`."""
+    draft id (None: all of them); `copies` names its copies of the target's embedding and head, which may outweigh the
+    drafter and stay in `files`; `notes` what the file says of how the drafter came about. A plain draft model has no
+    such files, and may bring a `tokenizer`."""
 
     where: Path
     form: Format
     config: DrafterConfig
     params: dict[str, Any]
     draft_to_target: np.ndarray | None
-    copies: dict[str, np.ndarray]
+    copies: tuple[str, ...]
     notes: dict[str, Any]
+    files: TensorFiles | None = None
     tokenizer: ChatTokenizer | None = None
 
     @property
@@ -89,6 +91,11 @@ class DrafterCheckpoint:
         kind = {"dflash2": "DFlash 2", "eagle3": "EAGLE-3", "mtp": "MTP"}.get(c.algorithm, block)
         taps = ", ".join(map(str, c.target_layer_ids))
         return f"{self.form.title} format, {kind}, {c.layout}, {c.num_drafts} drafts a block, target layers {taps}"
+
+    def copy(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
+        """One of `copies`, or the part of it that `index` cuts out."""
+        assert self.files is not None
+        return self.files.weight(name, index)
 
 
 def writable(algorithm: str) -> tuple[str, ...]:
@@ -130,7 +137,7 @@ def open_drafter(
         config, params, tokenizer, notes = whole
         if target is not None:
             language_model.check_tokens(directory, config, None, target, None)
-        return DrafterCheckpoint(directory, language_model.FORMAT, config, params, None, {}, notes, tokenizer)
+        return DrafterCheckpoint(directory, language_model.FORMAT, config, params, None, (), notes, None, tokenizer)
     if block_size:
         raise ConfigError(f"{directory}: block_size = {block_size}: only a plain draft model leaves that open")
     if not directory.is_dir():
@@ -148,7 +155,7 @@ def open_drafter(
     table = name_table(form.table, config)
     draft_to_target = _read_vocabulary(config, files)
     params = _read_params(config, table, files)
-    copies = {name: files.weight(name) for name in (EMBEDDING, HEAD) if name in files.shapes and name not in table}
+    copies = tuple(name for name in (EMBEDDING, HEAD) if name in files.shapes and name not in table)
     for name in sorted(set(files.shapes) - set(table) - {"d2t", "t2d", EMBEDDING, HEAD}):
         raise ConfigError(f"{directory}: tensor {name!r} is not used by this drafter, so it is another one")
     notes = dict(raw.get(NOTES) or {})
@@ -157,7 +164,7 @@ def open_drafter(
     verifier = (raw.get("speculators_config") or {}).get("verifier") or {}
     if verifier.get("name_or_path") and "trained_on" not in notes:
         notes["trained_on"] = {"target": verifier["name_or_path"]}
-    return DrafterCheckpoint(directory, form, config, params, draft_to_target, copies, notes)
+    return DrafterCheckpoint(directory, form, config, params, draft_to_target, copies, notes, files)
 
 
 def read_drafter(path: str | Path, target: Any) -> tuple[DrafterConfig, dict[str, Any], np.ndarray | None]:
@@ -179,17 +186,19 @@ def check_fits(checkpoint: DrafterCheckpoint, target: Any) -> None:
 def check_copies(checkpoint: DrafterCheckpoint, target_params: dict[str, Any]) -> None:
     """Raises ConfigError where a checkpoint's copy of the embedding or the head is not this target's."""
     own = {EMBEDDING: target_params["embed"], HEAD: target_params.get("head", target_params["embed"])}
-    for name, copy in checkpoint.copies.items():
+    for name in checkpoint.copies:
         expected = np.asarray(own[name])
         if name == HEAD and checkpoint.draft_to_target is not None:
             expected = expected[checkpoint.draft_to_target]
-        same = copy.shape == expected.shape
+        assert checkpoint.files is not None
+        same = tuple(checkpoint.files.shapes[name]) == expected.shape
         # A slice at a time: whole copies of a large vocabulary in float32 would outweigh the drafter.
-        for start in range(0, len(copy), 4096):
+        for start in range(0, len(expected), 4096):
             if not same:
                 break
-            rows = slice(start, start + 4096)
-            same = np.allclose(copy[rows].astype(np.float32), expected[rows].astype(np.float32), **_ROUNDING)  # type: ignore[arg-type]
+            rows = slice(start, min(start + 4096, len(expected)))
+            copy = checkpoint.copy(name, (rows,)).astype(np.float32)
+            same = np.allclose(copy, expected[rows].astype(np.float32), **_ROUNDING)  # type: ignore[arg-type]
         if not same:
             raise ConfigError(
                 f"{checkpoint.where}: {name!r} is not the target's, so this drafter was made for another target"

@@ -67,17 +67,19 @@ def export(checkpoint_path: str, out: str, format_name: str, target_path: str = 
             )
         target = read_target(EMBEDDED, only=("embed", "head"))
         checkpoint = open_drafter(place, target[0])
-    copies, notes = checkpoint.copies, checkpoint.notes | {"trained_on": trained_on(checkpoint)}
+    copies: dict[str, np.ndarray] = {}
+    notes = checkpoint.notes | {"trained_on": trained_on(checkpoint)}
     if target:
         target_config, target_params, tokenizer = target
         check_copies(checkpoint, target_params)
-        copies = _copies(checkpoint, target_params)
+        if format_name != "zlab":
+            copies = _copies(checkpoint, target_params)
         known = {"target": target_config.name, "chat_template": tokenizer.template_hash if tokenizer else None}
         recorded = {key: value for key, value in notes["trained_on"].items() if value is not None}
         notes["trained_on"] = notes["trained_on"] | known | recorded
         checkpoint = _folded(checkpoint, target_params)
-    if format_name == "zlab":
-        copies = {}
+    elif format_name != "zlab":
+        copies = {name: checkpoint.copy(name) for name in checkpoint.copies}
     write_drafter(
         folder, format_name, checkpoint.config, checkpoint.params, checkpoint.draft_to_target, notes, None, copies
     )
