@@ -6,7 +6,7 @@ prefill length. Compiled ahead of time, they cannot be retraced: an unknown shap
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -98,6 +98,10 @@ class Engine:
 
         with ThreadPoolExecutor(COMPILERS) as pool:
             list(pool.map(one, missing))
+
+    def has(self, keys: Iterable[tuple[Any, ...]]) -> bool:
+        """Whether all of these programs are compiled."""
+        return set(keys) <= self._programs.keys()
 
     def _program(self, *key: Any) -> Callable[..., Any]:
         if key not in self._programs:

@@ -81,7 +81,7 @@ class Server:
         if spec.kind in ("scheduled", "sync") and curves is None:
             raise ConfigError(f"policy {policy!r} needs the machine's step times: profile the engine first")
         halves = [key for key in engine.program_keys(sync=True) if key[0] in ("draft", "verify")]
-        if spec.kind == "sync" and not engine._programs.keys() >= set(halves):
+        if spec.kind == "sync" and not engine.has(halves):
             raise ConfigError(
                 f"policy {policy!r} has programs of its own, and this engine was compiled without them: compile it with"
                 " engine.compile(engine.program_keys(sync=True))"

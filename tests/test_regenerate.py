@@ -106,6 +106,35 @@ def test_a_share_of_greedy_answers_is_a_share(tmp_path: Path) -> None:
         made(tmp_path, greedy_fraction=1.5)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"batch_size": 0}, "--batch-size 0"),
+        ({"max_new_tokens": 0}, "--max-new-tokens 0"),
+        ({"top_p": 2.0}, "top_p = 2"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        made(tmp_path, **settings)
+
+
+def test_a_file_that_is_nothing_but_one_open_line_is_left_alone(tmp_path: Path) -> None:
+    args = made(tmp_path)
+    args.out.write_text('{"some": "notes"}')
+    with pytest.raises(ConfigError, match="holds one unfinished line and no answer"):
+        run(args, tiny_target())
+    assert args.out.read_text() == '{"some": "notes"}'
+
+
+def test_prompts_that_ask_nothing_are_an_error(tmp_path: Path) -> None:
+    args = made(tmp_path)
+    args.prompts.write_text('{"messages": []}\n{"turns": "What is two and two?"}\n')
+    with pytest.raises(ConfigError, match="no line asks anything"):
+        run(args, tiny_target())
+    assert not args.out.exists()
+
+
 def test_missing_and_broken_prompts_are_named(tmp_path: Path) -> None:
     args = made(tmp_path)
     args.prompts.write_text('{"turns": ["a"]}\n{"turns"\n')

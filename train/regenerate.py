@@ -50,12 +50,18 @@ class Args:
     def __post_init__(self) -> None:
         if not 0 <= self.greedy_fraction <= 1:
             raise ConfigError(f"--greedy-fraction {self.greedy_fraction}: expected a number from 0 to 1")
+        for field in ("max_new_tokens", "max_prompt_tokens", "batch_size"):
+            if getattr(self, field) < 1:
+                raise ConfigError(f"--{field.replace('_', '-')} {getattr(self, field)}: expected at least 1")
+        SamplingParams(self.temperature, self.top_k, self.top_p)
+        if self.out.is_dir():
+            raise ConfigError(f"--out {self.out}: is a folder; name a file")
 
 
 def _question(prompt: dict[str, Any]) -> str:
     """What a prompt asks; "" where it asks nothing."""
-    turns = prompt.get("turns") or [""]
-    return str(turns[0])
+    turns = prompt.get("turns")
+    return turns[0] if isinstance(turns, list) and turns and isinstance(turns[0], str) else ""
 
 
 def _resume(args: Args, prompts: Sequence[dict[str, Any]], target: str) -> set[int]:
@@ -81,6 +87,8 @@ def _resume(args: Args, prompts: Sequence[dict[str, Any]], target: str) -> set[i
             raise ConfigError(f"{out}:{line}: does not answer prompt {number} of {args.prompts}; {other}")
         done.add(number)
     if end < len(data):
+        if not done:  # nothing says that this is a file of answers
+            raise ConfigError(f"{out}: holds one unfinished line and no answer; remove it or choose another --out")
         os.truncate(out, end)
     return done
 
@@ -110,6 +118,8 @@ def run(args: Args, target: Target) -> dict[str, int]:
             counts["too long"] += 1
         else:
             todo.append((number, ids))
+    if not todo and not done and not counts["too long"]:
+        raise ConfigError(f'{args.prompts}: no line asks anything; expected {{"turns": ["text"]}} a line')
     args.out.parent.mkdir(parents=True, exist_ok=True)
     columns = (
         TextColumn("answers"),
