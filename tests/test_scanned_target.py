@@ -12,7 +12,7 @@ from tiny import good_drafter, make_target, random_tokens
 from dspark_jax import ConfigError, SamplingParams, kv_cache, scanned_target
 from dspark_jax.kv_cache import Packing
 from serve.engine import Engine, EngineConfig, scans, trace
-from serve.scheduler import Request
+from serve.scheduler import Request, positions
 from serve.server import Server
 
 TARGET = make_target(mixing=0.15, num_layers=3)
@@ -35,7 +35,8 @@ def play(scan_layers: bool, verify: str) -> list[tuple[list[int], int]]:
     server = Server(engine(scan_layers, verify), "fixed:3")
     params = [SamplingParams(0.0), SamplingParams(0.9), SamplingParams(1.1, top_k=7), SamplingParams(0.7, top_p=0.8)]
     prompts = [random_tokens(i, 5 + 7 * i).tolist() for i in range(4)]
-    requests = [Request(tuple(prompts[i % 4]), (11, 38)[i == 0], params[i % 4], seed=i) for i in range(7)]
+    longest = SIZES.max_context - positions(len(prompts[0]), 0, DRAFTER.config.num_drafts)
+    requests = [Request(tuple(prompts[i % 4]), (11, longest)[i == 0], params[i % 4], seed=i) for i in range(7)]
     texts = [server.submit(request) for request in requests]
     server.run()
     return [(text.tokens, text.accepted) for text in texts]
