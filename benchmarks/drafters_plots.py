@@ -11,6 +11,9 @@ from matplotlib.figure import Figure
 
 from benchmarks.drafters_report import Result, conditional, counts, headings, length, names, runs, temperatures
 
+# A share of fewer blocks than this says nothing.
+_FEWEST = 10
+
 
 def draw(result: Result, folder: Path) -> list[Path]:
     """conditional-acceptance.png and length-against-time.png."""
@@ -34,7 +37,7 @@ def _grid(axis: Axes, title: str) -> None:
 
 
 def _conditional(result: Result, path: Path) -> None:
-    """A row of panels a temperature, a panel a set of prompts, a line a drafter."""
+    """A row of panels a temperature, a panel a set of prompts, a line a drafter, as far as enough blocks got."""
     heat, panels = temperatures(result), [s["name"] for s in result["sets"]]
     figure = Figure(figsize=(3.4 * len(panels) + 2.0, 3.2 * len(heat)), layout="constrained")
     axes = figure.subplots(len(heat), len(panels), sharex=True, sharey=True, squeeze=False)
@@ -42,7 +45,9 @@ def _conditional(result: Result, path: Path) -> None:
         axis = axes[row][column]
         _grid(axis, f"{headings(result)[column]}, temperature {t:g}")
         for number, name in enumerate(names(result)):
-            y = [np.nan if share is None else share for share in conditional(result, name, prompts, t)]
+            y = np.array([np.nan if share is None else share for share in conditional(result, name, prompts, t)])
+            blocks = np.sum(counts(result, name, t)[column].rounds_N) * np.cumprod([1.0, *y[:-1]])
+            y = np.where(blocks >= _FEWEST, y, np.nan)
             axis.set_xticks(range(1, len(y) + 1))
             axis.plot(np.arange(1, len(y) + 1), y, marker="o", markersize=3, label=name, **_style(name, number))
         if row == len(heat) - 1:
