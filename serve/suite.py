@@ -8,7 +8,6 @@ cells that are missing. `quick` is meant for minutes on two cores, `paper` for a
 """
 
 import dataclasses
-import importlib.metadata
 import shlex
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -166,7 +165,7 @@ def about(args: Args, sizes: Sizes, lab: Lab, command: str) -> dict[str, Any]:
         "suite": args.suite,
         "command": command,
         "machine": report.machine(),
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": {name: report.version(name) for name in PACKAGES},
         "target": args.target,
         "dtype": str(target.dtype),
         "settings": dataclasses.asdict(sizes) | {"sets": list(lab.sets), "seed": args.seed},
@@ -177,13 +176,6 @@ def about(args: Args, sizes: Sizes, lab: Lab, command: str) -> dict[str, Any]:
             for s in lab.sets.values()
         ],
     }  # fmt: skip
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def main(argv: Sequence[str]) -> int:

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import numpy as np
 from rich.console import Console
-from safetensors import SafetensorError
 
 from dspark_jax.config import Config, ConfigError
 from dspark_jax.weights.drafter_files import native_format, write_drafter
@@ -210,11 +209,8 @@ class _Training:
         params = hosts.to_host(self.state.params)
         if not hosts.is_first():
             return
-        try:
-            form = native_format(run.drafter)
-            write_drafter(self.workdir / name, form, run.drafter, params, run.draft_vocabulary, notes)
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(f"{self.workdir / name}: cannot write the drafter ({error}); free some space") from error
+        form = native_format(run.drafter)
+        write_drafter(self.workdir / name, form, run.drafter, params, run.draft_vocabulary, notes)
 
 
 def _eval(run: setup.Run, params: Any, batch: evaluate.Batch) -> dict[str, jax.Array]:
