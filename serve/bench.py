@@ -22,6 +22,7 @@ from dspark_jax.weights.locate import EMBEDDED
 from serve import load, profile, report, suite
 from serve.calibration import read_temperatures
 from serve.cells import Bench, Prompts
+from serve.dtype import Dtype
 from serve.engine import Engine, EngineConfig
 from serve.policy import parse
 from serve.prompts import choose_prompts, encode
@@ -62,6 +63,8 @@ class Args:
     """safetensors directory, .gguf file, or smollm2-135m."""
     drafter: Path | None = None
     """Folder of a drafter, or a language model of the target's tokens; without it the one shipped for smollm2-135m."""
+    dtype: Dtype = "fast"
+    """Compute dtype of target and drafter; fast: the one that is faster on this machine."""
     prompts: Path | None = None
     """JSONL, {"turns": ["text"]} a line; without it built-in prompts of three domains."""
     json: Path | None = None
@@ -164,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.json:
             report.check_writable(args.json)
         cache_programs()
-        target, drafter, path = load_models(args.target, args.drafter)
+        target, drafter, path = load_models(args.target, args.drafter, args.dtype)
         parse(args.settings.policy, drafter.config.num_drafts)
         prompts = encode(target, chosen, args.settings.tokens)
         longest = max(len(ids) for domain in prompts.values() for ids in domain)

@@ -25,6 +25,7 @@ from rich.table import Table
 from dspark_jax import ConfigError, Drafter, Generation, SamplingParams, Target, calibrate, generate
 from serve import report
 from serve.calibration import FILE, write_temperatures
+from serve.dtype import Dtype
 from serve.prompts import choose_prompts, encode
 from serve.setup import cache_programs, load_models
 
@@ -189,6 +190,8 @@ class Args:
     """safetensors directory, .gguf file, or smollm2-135m."""
     drafter: Path | None = None
     """Folder of the drafter, which gets calibration.json; without it the one shipped for smollm2-135m."""
+    dtype: Dtype = "fast"
+    """Compute dtype of target and drafter; fast: the one that is faster on this machine."""
     prompts: Path | None = None
     """JSONL, {"turns": ["text"]} a line; without it the built-in prompts."""
     limit: int = 24
@@ -221,7 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.plot:
             report.check_writable(args.plot, "--plot")
         cache_programs()
-        target, drafter, path = load_models(args.target, args.drafter)
+        target, drafter, path = load_models(args.target, args.drafter, args.dtype)
         check_head(drafter)
         report.check_writable(path / FILE, "--drafter")
         domains = [

@@ -5,12 +5,14 @@ several times slower, and no flag that Python can read everywhere says which.
 """
 
 import time
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
 from dspark_jax.layers import linear
 
+Dtype = Literal["fast", "float32", "bfloat16"]
 # A head of a small model, and the rows of a plain step, of a verified block and of a few of them.
 _SHAPE = 16384, 576
 _ROWS = 1, 6, 16

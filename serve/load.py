@@ -22,6 +22,7 @@ from dspark_jax import ConfigError, SamplingParams
 from serve import load_plots, profile, report
 from serve.calibration import read_temperatures
 from serve.curves import Curves
+from serve.dtype import Dtype
 from serve.engine import Engine, EngineConfig
 from serve.policy import parse
 from serve.prompts import choose_prompts, encode
@@ -38,6 +39,8 @@ class Args:
     """safetensors directory, .gguf file, or smollm2-135m."""
     drafter: Path | None = None
     """A drafter of that target; without it the one shipped for smollm2-135m."""
+    dtype: Dtype = "fast"
+    """Compute dtype of target and drafter; fast: the one that is faster on this machine."""
     prompts: Path | None = None
     """JSONL, {"turns": ["text"]} a line; without it built-in prompts of three domains."""
     limit: int = 24
@@ -256,7 +259,7 @@ def main(argv: Sequence[str]) -> int:
         if args.plots:
             report.make_folder(args.plots, "--plots")
         cache_programs()
-        target, drafter, path = load_models(args.target, args.drafter)
+        target, drafter, path = load_models(args.target, args.drafter, args.dtype)
         for policy in args.policies:
             parse(policy, drafter.config.num_drafts)
         prompts = encode(target, chosen, args.tokens)

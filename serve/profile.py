@@ -26,6 +26,7 @@ from dspark_jax import ConfigError, SamplingParams
 from serve import curves as curves_lib
 from serve import report
 from serve.curves import Curves, Key
+from serve.dtype import Dtype
 from serve.engine import Engine
 
 REPEATS = 7
@@ -180,6 +181,8 @@ class Args:
     """safetensors directory, .gguf file, or smollm2-135m."""
     drafter: Path | None = None
     """A drafter of that target; without it the one shipped for smollm2-135m."""
+    dtype: Dtype = "fast"
+    """Compute dtype of target and drafter; fast: the one that is faster on this machine."""
     requests: int = 8
     """Most requests at a time."""
     out: Path | None = None
@@ -196,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.out:
             report.make_folder(args.out, "--out")
         cache_programs()
-        engine = load_engine(args.target, args.drafter, max_requests=args.requests)
+        engine = load_engine(args.target, args.drafter, args.dtype, max_requests=args.requests)
         console = Console()
         with console.status("compiling") as status:
             engine.compile(on_program=lambda key: status.update(f"compiling: {key} ready"))

@@ -15,7 +15,7 @@ from dspark_jax.weights.cli import drafter_folder
 from dspark_jax.weights.language_model import is_language_model
 from dspark_jax.weights.locate import EMBEDDED
 from serve.calibration import read_temperatures
-from serve.dtype import fast_dtype
+from serve.dtype import Dtype, fast_dtype
 from serve.engine import Engine, EngineConfig
 
 SHIPPED_DRAFTER = Path(__file__).resolve().parents[1] / "assets" / "smollm2-135m-dspark"
@@ -35,29 +35,33 @@ def find_drafter(target: str, drafter: Path | None) -> Path:
     return path
 
 
-def load_models(target: str, drafter: Path | None) -> tuple[Target, Drafter, Path]:
-    """Target and drafter in the dtype that is fast on this machine, and where the drafter lies."""
-    loaded, ((draft, path),) = load_several(target, [drafter])
+def load_models(target: str, drafter: Path | None, dtype: Dtype = "fast") -> tuple[Target, Drafter, Path]:
+    """Target and drafter, and where the drafter lies."""
+    loaded, ((draft, path),) = load_several(target, [drafter], dtype)
     return loaded, draft, path
 
 
-def load_several(target: str, drafters: Sequence[Path | None]) -> tuple[Target, list[tuple[Drafter, Path]]]:
-    """A target with several drafters, each with its folder; None is the shipped one.
+def load_several(
+    target: str, drafters: Sequence[Path | None], dtype: Dtype = "fast"
+) -> tuple[Target, list[tuple[Drafter, Path]]]:
+    """A target with several drafters, each with its folder; None is the shipped one. They compute in `dtype`, "fast"
+    being the one that is faster on this machine.
 
     A drafter that the user brings is first tried on a few lines of the target's own text: one that is served otherwise
     than it was trained drafts badly without any error, and gets a loud DrafterWarning here.
     """
     paths = [find_drafter(target, drafter) for drafter in drafters]
-    loaded = load_target(target, fast_dtype())
-    asked, dtype = bool(selftest.questions(loaded)), str(loaded.dtype)
+    loaded = load_target(target, fast_dtype() if dtype == "fast" else dtype)
+    asked = bool(selftest.questions(loaded))
     tested = [asked and drafter is not None for drafter in drafters]
-    made = [load_drafter(path, loaded, dtype, self_test=test) for path, test in zip(paths, tested, strict=True)]
+    served = str(loaded.dtype)
+    made = [load_drafter(path, loaded, served, self_test=test) for path, test in zip(paths, tested, strict=True)]
     return loaded, list(zip(made, paths, strict=True))
 
 
-def load_engine(target: str, drafter: Path | None, **sizes: Any) -> Engine:
+def load_engine(target: str, drafter: Path | None, dtype: Dtype = "fast", **sizes: Any) -> Engine:
     """An engine over both, not yet compiled, with the confidence temperatures stored beside the drafter."""
-    loaded, draft, path = load_models(target, drafter)
+    loaded, draft, path = load_models(target, drafter, dtype)
     temperatures = read_temperatures(path, draft.config.num_drafts)
     return Engine(loaded, draft, EngineConfig(**sizes), temperatures)
 

@@ -6,6 +6,7 @@ from typing import Literal
 
 from dspark_jax import ConfigError
 from dspark_jax.weights.locate import EMBEDDED
+from serve.dtype import Dtype
 from serve.suite_sets import PUBLIC
 
 QUESTIONS = (1, 2, 3, 4, 5, 6, 7)
@@ -59,6 +60,8 @@ class Args:
     """safetensors directory, .gguf file, or smollm2-135m."""
     drafter: tuple[Path, ...] = ()
     """Folders of drafters; without any the one shipped for smollm2-135m. The first is what others are compared with."""
+    dtype: Dtype = "fast"
+    """Compute dtype of target and drafter; fast: the one that is faster on this machine."""
     data: Path | None = None
     """Folder of prompt sets, gsm8k.jsonl and so on, {"turns": ["text"]} a line; without it built-in prompts."""
     sets: tuple[str, ...] = ()

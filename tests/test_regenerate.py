@@ -1,5 +1,6 @@
 """train.regenerate: every prompt is answered once, by the target, whatever interrupts it."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,13 @@ def answers(args: Args) -> list[dict[str, Any]]:
 
 def test_counts_and_records_are_right(tmp_path: Path) -> None:
     args = made(tmp_path)
-    assert run(args, tiny_target()) == {"written": 6, "already there": 0, "too long": 1, "empty": 2}
+    assert run(args, tiny_target()) == {
+        "written": 6,
+        "already there": 0,
+        "too long": 1,
+        "empty": 2,
+        "tools not shown": 0,
+    }
     records = answers(args)
     assert sorted(record["prompt"] for record in records) == [0, 1, 5, 6, 7, 8]
     assert {record["messages"][0]["content"] for record in records} == set(PROMPTS)
@@ -51,6 +58,24 @@ def test_a_greedy_answer_is_the_targets_own(tmp_path: Path) -> None:
         assert (record["finish"] == "stop") == (plain.tokens[-1] in target.config.eos_token_ids)
 
 
+def test_an_answer_is_given_with_the_tools_that_its_prompt_offers(tmp_path: Path) -> None:
+    args, tools = made(tmp_path, greedy_fraction=1.0), [{"type": "function", "function": {"name": "look"}}]
+    lines = [{"turns": ["hi"], "tools": tools}, {"turns": ["hi"], "tools": []}]
+    args.prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert run(args, tiny_target())["tools not shown"] == 1
+    tokenizer = tiny_tokenizer()
+    assert tokenizer.tokenizer.chat_template is not None
+    tokenizer.tokenizer.chat_template = "{{ tools | length if tools else '' }}" + tokenizer.tokenizer.chat_template
+    target = dataclasses.replace(tiny_target(), tokenizer=tokenizer)
+    other = dataclasses.replace(args, out=tmp_path / "shown.jsonl")
+    assert run(other, target)["written"] == 2
+    asked = tokenizer.chat([{"role": "user", "content": "hi"}], True, tools=tools)
+    assert asked[:1] == tokenizer.encode("1")
+    wanted = generate(target, None, [asked], 5, eos_token_ids=target.config.eos_token_ids)[0].tokens
+    assert answers(other)[0]["messages"][1]["content"] == tokenizer.decode(wanted)
+    assert answers(other)[0]["tools"] == tools
+
+
 def test_a_killed_run_goes_on_and_answers_nothing_twice(tmp_path: Path) -> None:
     args = made(tmp_path)
     run(args, tiny_target())
@@ -58,7 +83,13 @@ def test_a_killed_run_goes_on_and_answers_nothing_twice(tmp_path: Path) -> None:
     lines = whole.split(b"\n")
     cut = b"\n".join(lines[:3]) + b"\n" + lines[3][: len(lines[3]) // 2]
     args.out.write_bytes(cut)
-    assert run(args, tiny_target()) == {"written": 3, "already there": 3, "too long": 1, "empty": 2}
+    assert run(args, tiny_target()) == {
+        "written": 3,
+        "already there": 3,
+        "too long": 1,
+        "empty": 2,
+        "tools not shown": 0,
+    }
     assert args.out.read_bytes().startswith(b"\n".join(lines[:3]) + b"\n")
     assert sorted(record["prompt"] for record in answers(args)) == [0, 1, 5, 6, 7, 8]
     assert run(args, tiny_target())["written"] == 0

@@ -32,7 +32,8 @@ def test_the_step_for_qwen3_4b_fits_a_v5p_slice() -> None:
     for line in ("frozen target", "drafter", "optimiser state", "activations", "all-gather", "a step at the roofline"):
         assert line in done.stdout
     used, free = map(float, re.search(r"all +│ +([\d.]+) of ([\d.]+) GiB", done.stdout).groups())
-    assert 1 < used < free
+    evaluating = float(re.search(r"held-out loss is taken +│ +([\d.]+) of", done.stdout).group(1))
+    assert 1 < evaluating < used < free
 
 
 @pytest.mark.tpu_compile

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import os
 import re
 import signal
@@ -15,11 +16,12 @@ import pytest
 from dspark_jax import load_drafter
 from dspark_jax.config import ConfigError, drafter_config
 from dspark_jax.weights.drafter_files import read_drafter
-from train import loop, setup
+from dspark_jax.weights.fingerprint import weights_hash
+from train import data, hosts, loop, setup
 from train.checkpoint import Checkpoints, RunFacts
 from train.main import load_config, main
 from train.report import Report
-from train.step import TrainState, init_state
+from train.step import TrainState, eval_step, init_state, train_step
 from train.tiny import tiny_target
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "tiny.py"
@@ -65,6 +67,8 @@ def test_the_loss_falls_and_everything_is_shown(straight: Path) -> None:
 def test_a_run_leaves_checkpoints_scalars_and_drafters(straight: Path) -> None:
     assert sorted(path.name for path in straight.iterdir()) == ["checkpoints", "drafter", "drafter_best", "tensorboard"]
     assert sorted(path.name for path in (straight / "checkpoints").iterdir()) == [str(STEPS), str(STEPS // 2)]
+    notes = json.loads((straight / "drafter" / "config.json").read_text())["dspark_jax"]
+    assert notes["target_weights"] == weights_hash(tiny_target().params)
     written = b"".join(events.read_bytes() for events in (straight / "tensorboard").iterdir())
     for tag in (
         "train/loss", "train/ce", "train/tv", "train/confidence", "train/tau", "train/acceptance_by_slot/4",
@@ -283,6 +287,34 @@ def test_a_run_can_start_from_a_written_drafter(
     assert setup.build(whole, dataclasses.replace(facts, draft_vocabulary=None)).draft_vocabulary is None
     assert run(tmp_path, "--train.start-from", start, "--draft.block-size", "3") == 2
     assert "its block_size differ from the run's draft settings" in capsys.readouterr().err
+
+
+def test_a_deeper_drafter_begins_as_the_written_one_and_learns_in_every_layer(
+    straight: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start, config = str(straight / "drafter"), load_config(CONFIG)
+    train = dataclasses.replace(config.train, start_from=start)
+    depth = config.draft.num_layers
+
+    def started(layers: int) -> tuple[setup.Run, TrainState, Any, float]:
+        draft = dataclasses.replace(config.draft, num_layers=layers)
+        run_ = setup.build(dataclasses.replace(config, train=train, draft=draft), None)
+        element = next(data.batches(run_.groups, config.train.batch_size, 0))
+        batch, state = hosts.place_batch(run_.mesh, element, 1), run_.first_state()
+        loss = eval_step(run_.models, run_.mesh, state.params, run_.weights, batch)["loss"]
+        return run_, state, batch, float(loss)
+
+    *_, written = started(depth)
+    run_, state, batch, loss = started(depth + 2)
+    np.testing.assert_allclose(loss, written, rtol=1e-6)
+    for _ in range(2):  # the learning rate of the first is 0
+        state, _ = train_step(run_.models, run_.mesh, state, run_.weights, batch)
+    for layer in range(depth, depth + 2):
+        for name in ("o", "down"):
+            assert np.any(np.asarray(state.params["backbone"][f"layers_{layer}"][name])), (layer, name)
+    more = ("--train.start-from", start, "--draft.num-layers", "2", "--draft.layer-causal", "True", "False")
+    assert run(tmp_path, *more) == 2
+    assert "its num_layers, layer_causal differ from the run's draft settings" in capsys.readouterr().err
 
 
 def test_a_vocabulary_counted_again_keeps_what_is_known_of_each_id(straight: Path) -> None:

@@ -2,14 +2,16 @@
 
 import concurrent.futures
 import functools
+import json
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from talks import VOCAB, load, own_text, talk, turn, write
 from test_train_data import grouped
 
-from dspark_jax.config import DataSettings
+from dspark_jax.config import ConfigError, DataSettings
 from train import data
 from train.conversations import Conversations, Share, load_conversations
 from train.tiny import tiny_tokenizer
@@ -34,7 +36,7 @@ def test_several_processes_tokenise_each_conversation_once_between_them(tmp_path
     def process(index: int) -> Conversations:
         tokenizer = tiny_tokenizer()
         render = tokenizer.chat_with_mask
-        tokenizer.chat_with_mask = lambda messages, thinking: asked.append(index) or render(messages, thinking)
+        tokenizer.chat_with_mask = lambda *conversation: asked.append(index) or render(*conversation)
         settings = DataSettings((str(tmp_path / "x.jsonl"),), max_length=256, num_anchors=8, min_supervised=2)
         return load_conversations(settings, tokenizer, VOCAB, Share(index, 2, functools.partial(exchange, index)))
 
@@ -96,3 +98,31 @@ def test_calls_of_tools_are_the_assistants_own_and_what_tools_say_is_not(tmp_pat
     (record,) = load_conversations(settings, tokenizer, VOCAB).records
     assert own_text(record) == "<call>look<|im_end|>It rains.<|im_end|>"
     assert "<|im_start|>tool look\nrain<|im_end|>" in tokenizer.decode(record.tokens.tolist(), keep_special=True)
+
+
+OFFERED = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+# Lists the tools at the beginning, or knows none.
+SHOWS = "{% for tool in tools or [] %}{{ '[' + tool['function']['name'] + ']' }}{% endfor %}" + TOOLS
+
+
+@pytest.mark.parametrize("tools", [OFFERED, json.dumps(OFFERED)])
+def test_tools_that_a_record_offers_are_shown_as_they_were_to_the_target(tmp_path: Path, tools: Any) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.tokenizer.chat_template = SHOWS
+    settings = DataSettings(
+        (write(tmp_path / "x.jsonl", [talk("a", "b") | {"tools": tools}, talk("a", "b") | {"tools": []}]),),
+        max_length=256, num_anchors=8, min_supervised=2,
+    )  # fmt: skip
+    offered, plain = load_conversations(settings, tokenizer, VOCAB).records
+    assert tokenizer.decode(offered.prompt, keep_special=True).startswith("[look]<|im_start|>user")
+    assert tokenizer.decode(plain.prompt, keep_special=True).startswith("<|im_start|>user")
+    assert own_text(offered) == own_text(plain) == "b<|im_end|>"
+
+
+def test_tools_that_the_template_leaves_out_are_counted_and_broken_ones_named(tmp_path: Path) -> None:
+    loaded = load(tmp_path / "x.jsonl", [talk("hi", "hello"), talk("hi", "hello") | {"tools": OFFERED}])
+    assert len(loaded.records) == 1
+    assert loaded.skipped == {"the chat template does not show its tools": 1}
+    for tools, message in (("[", "x.jsonl:1: its 'tools' are not JSON"), ({"a": 1}, "x.jsonl:1: 'tools' must be a")):
+        with pytest.raises(ConfigError, match=message):
+            load(tmp_path / "x.jsonl", [talk("hi", "hello") | {"tools": tools}])

@@ -6,6 +6,7 @@ The sound drafters are the golden ones (../shared/golden), trained on their targ
 import dataclasses
 import functools
 import json
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ from tiny import make_drafter, make_target, random_tokens
 from dspark_jax import ConfigError, Drafter, load_drafter, load_target
 from dspark_jax.target import Target
 from dspark_jax.weights import export, selftest
+from dspark_jax.weights.fingerprint import weights_hash
 from dspark_jax.weights.selftest import DrafterWarning, Report, self_test
+from train.tiny import tiny_target
 
 MARKOV, DFLASH = "qwen3_markov", "qwen3_dflash"
 TARGET = make_target()
@@ -154,6 +157,20 @@ class Chat:
         return self.prompts[selftest.QUESTIONS.index(messages[0]["content"]) % len(self.prompts)]
 
 
+def test_a_drafter_of_other_weights_or_another_template_is_named() -> None:
+    target, other = tiny_target(), tiny_target(1)
+    notes = {"target_weights": weights_hash(target.params), "config": {"target": {"path": "tiny"}}}
+    assert target.tokenizer is not None and weights_hash(other.params) != notes["target_weights"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for known in ({}, notes, notes | {"chat_template": target.tokenizer.template_hash}):
+            selftest.warn_of_another_target("here", known, target)
+    with pytest.warns(DrafterWarning, match="here: other weights than this target's \\('tiny', here 'tiny-"):
+        selftest.warn_of_another_target("here", notes, other)
+    with pytest.warns(DrafterWarning, match="was trained with chat template abc, this target has"):
+        selftest.warn_of_another_target("here", notes | {"chat_template": "abc"}, target)
+
+
 @pytest.mark.slow
 def test_loading_runs_it_when_asked(shared: Path, tmp_path: Path) -> None:
     folder = shared / "golden" / MARKOV
@@ -167,6 +184,12 @@ def test_loading_runs_it_when_asked(shared: Path, tmp_path: Path) -> None:
     raw["speculators_config"]["proposal_methods"][0]["speculative_tokens"] = 6
     path.write_text(json.dumps(raw))
     load_drafter(tmp_path / "bad", chatty)
+    elsewhere = tmp_path / "elsewhere"
+    shutil.copytree(folder / "draft", elsewhere)
+    config = json.loads((elsewhere / "config.json").read_text()) | {"dspark_jax": {"target_weights": "others"}}
+    (elsewhere / "config.json").write_text(json.dumps(config))
+    with pytest.warns(DrafterWarning, match="elsewhere: was trained on other weights"):
+        load_drafter(elsewhere, chatty, self_test=True)
     with pytest.warns(DrafterWarning, match="layout 'anchor_first' in place of 'fill_in'"):
         load_drafter(tmp_path / "bad", chatty, self_test=True)
     with pytest.raises(ConfigError, match="self_test needs a tokenizer"):

@@ -34,7 +34,7 @@ class RunFacts:
     what the order was seeded with. `draft_vocabulary` belongs to the weights: it is never computed again. `best` is
     the best accepted length so far, None before the first evaluation, and `best_step` where it was measured. `owed`:
     an evaluation falls on this step and was not made yet. `target` is the hash of the target's weights
-    (train.features.weights_hash).
+    (weights/fingerprint.py).
     """
 
     step: int

@@ -2,9 +2,9 @@
 
     python -m train.compile --config configs/qwen3_8b.py --topology v5p:2x2x4 [--GROUP.FIELD VALUE ...]
 
-The full training step, target included, is compiled ahead of time from shapes alone: no weights, no TPU, only libtpu
-(the extra `tpu`). The config file's `get_target()` gives the target's shape. Exit code 0 when the step fits, 1 when it
-does not, 2 for what must be put right.
+The full training step, target included, and the held-out loss are compiled ahead of time from shapes alone: no
+weights, no TPU, only libtpu (the extra `tpu`). The config file's `get_target()` gives the target's shape. Exit code 0
+when both fit, 1 when one does not, 2 for what must be put right.
 """
 
 import os
@@ -40,26 +40,28 @@ from dspark_jax.slices import CHIPS, Chip
 from dspark_jax.target import head_table
 from train.main import load_config, load_target_shape
 from train.objective import Batch, StepModels, StepWeights, target_shapes
-from train.step import TrainState, init_state, jitted_step, state_shardings
+from train.step import TrainState, init_state, jitted_eval, jitted_step, state_shardings
 
 
 @dataclasses.dataclass(frozen=True)
 class Proof:
     """What a compiled step takes of each device. `memory` holds bytes by class; `flops` is the work of the whole step
-    divided by the devices; `needed` the total, which exceeds the chip's memory where the compiler gave up."""
+    divided by the devices; `needed` the total, which exceeds the chip's memory where the compiler gave up; `evaluation`
+    that of the held-out loss, beside the optimiser state."""
 
     chip: Chip
     devices: int
     memory: dict[str, float]
     needed: float
+    evaluation: float
     flops: float
     traffic: Traffic
     seconds: float
 
     @property
     def margin(self) -> float:
-        """The share of a device's memory that stays free; negative where the step does not fit."""
-        return 1 - self.needed / self.chip.memory
+        """The share of a device's memory that stays free; negative where something does not fit."""
+        return 1 - max(self.needed, self.evaluation) / self.chip.memory
 
     @property
     def roofline(self) -> dict[str, float]:
@@ -109,7 +111,7 @@ def abstract_step(
 
 
 def prove(config: Config, target: TargetConfig, topology: str) -> Proof:
-    """Compiles the training step of `config` for a topology and reads off what it takes.
+    """Compiles training step and held-out loss of `config` for a topology and reads off what they take.
 
     Raises ConfigError for settings that a run would refuse.
     """
@@ -128,21 +130,46 @@ def prove(config: Config, target: TargetConfig, topology: str) -> Proof:
     with jax.set_mesh(mesh):
         traced = jitted_step(models, mesh).trace(state, weights, batch)
         work = slices.flops(traced.jaxpr.jaxpr) / mesh.size
-        try:
-            compiled = traced.lower().compile()
-        except jax.errors.JaxRuntimeError as error:
-            needed = slices.bytes_needed(error, sum(memory.values()))
-            if needed is None:
-                raise
-            return Proof(chip, mesh.size, memory, needed, work, Traffic({}, 0), time.perf_counter() - begun)
-    seconds = time.perf_counter() - begun
+        compiled, needed = _compile(traced, sum(memory.values()))
+        rows = _rows_of_one_part(batch, mesh, config.train.accumulation_steps)
+        held_out = jitted_eval(models, mesh).trace(state.params, weights, rows)
+        _, evaluation = _compile(held_out, sum(memory.values()) - memory["optimiser state"])
+    moved = Traffic({}, 0)
+    if compiled is not None:
+        stats = _memory_of(compiled)
+        memory["activations"] = stats.temp_size_in_bytes
+        memory["program"] = stats.generated_code_size_in_bytes
+        moved = traffic(compiled.as_text() or "", mesh.size)
+    evaluation += memory["optimiser state"]
+    return Proof(chip, mesh.size, memory, needed, evaluation, work, moved, time.perf_counter() - begun)
+
+
+def _rows_of_one_part(batch: Batch, mesh: Mesh, parts: int) -> Batch:
+    """The batch that evaluation sees: as many rows as a step works on at a time."""
+    if parts == 1:
+        return batch
+    rows = sharding.row_sharding(mesh)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=rows), batch)
+
+
+def _compile(traced: Any, arguments: float) -> tuple[Any, float]:
+    """A compiled program, None where it does not fit, and the bytes that it needs; `arguments` are those of its own."""
+    try:
+        compiled = traced.lower().compile()
+    except jax.errors.JaxRuntimeError as error:
+        needed = slices.bytes_needed(error, arguments)
+        if needed is None:
+            raise
+        return None, needed
+    stats = _memory_of(compiled)
+    new = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return compiled, stats.argument_size_in_bytes + stats.temp_size_in_bytes + stats.generated_code_size_in_bytes + new
+
+
+def _memory_of(compiled: Any) -> Any:
     stats = compiled.memory_analysis()
     assert stats is not None
-    memory["activations"] = stats.temp_size_in_bytes
-    memory["program"] = stats.generated_code_size_in_bytes
-    new = stats.output_size_in_bytes - stats.alias_size_in_bytes
-    needed = stats.argument_size_in_bytes + stats.temp_size_in_bytes + stats.generated_code_size_in_bytes + new
-    return Proof(chip, mesh.size, memory, needed, work, traffic(compiled.as_text() or "", mesh.size), seconds)
+    return stats
 
 
 def show(proof: Proof, config: Config, topology: str, console: Console) -> None:
@@ -152,7 +179,9 @@ def show(proof: Proof, config: Config, topology: str, console: Console) -> None:
     table.add_column("", justify="right")
     for name, count in proof.memory.items():
         table.add_row(name, f"{count / 2**30:.2f} GiB")
-    table.add_row("all", f"{proof.needed / 2**30:.2f} of {proof.chip.memory / 2**30:.2f} GiB", end_section=True)
+    there = f"of {proof.chip.memory / 2**30:.2f} GiB"
+    table.add_row("all", f"{proof.needed / 2**30:.2f} {there}")
+    table.add_row("all, while the held-out loss is taken", f"{proof.evaluation / 2**30:.2f} {there}", end_section=True)
     table.add_row("work", f"{proof.flops / 1e12:.1f} TFLOP")
     table.add_row("main memory traffic", f"{proof.traffic.memory / 1e9:.1f} GB")
     for kind, count in proof.traffic.collectives.items():

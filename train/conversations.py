@@ -79,6 +79,7 @@ class _Entry(NamedTuple):
     messages: list[dict[str, Any]]
     cut_off: bool
     thinking: bool | None
+    tools: list[dict[str, Any]]
     split_key: float
     regenerated: bool
     source: int
@@ -193,14 +194,14 @@ def _read(paths: Sequence[str], own: tuple[str, str]) -> tuple[list[_Entry], col
         read = read_array_record if Path(path).suffix == ".array_record" else read_jsonl
         for line, raw in read(path):
             try:
-                messages = _messages(raw, f"{path}:{line}")
+                messages, tools = _messages(raw, f"{path}:{line}"), record_tools(raw, f"{path}:{line}")
             except _Skip as reason:
                 skipped[str(reason)] += 1
                 continue
             said = raw.get("thinking")
             thinking = said if isinstance(said, bool) else None
             cut_off, regenerated = raw.get("finish") == "length", (raw.get("target"), raw.get("template")) == own
-            entries.append(_Entry(messages, cut_off, thinking, _split_key(messages), regenerated, source))
+            entries.append(_Entry(messages, cut_off, thinking, tools, _split_key(messages), regenerated, source))
     return entries, skipped
 
 
@@ -246,6 +247,20 @@ def _messages(raw: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     return messages[: answers[-1] + 1]
 
 
+def record_tools(raw: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    """The tools that a record offers the assistant, as chat templates take them: JSON schemas, or a JSON text of such a
+    list, as files keep them whose columns need one type."""
+    tools = raw.get("tools") or []
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{where}: its 'tools' are not JSON ({error.msg})") from error
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ConfigError(f"{where}: 'tools' must be a list of JSON schemas")
+    return tools
+
+
 def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
     role = _ROLES.get(str(turn.get("role", turn.get("from"))).lower())
     if role is None:
@@ -260,7 +275,9 @@ def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
 
 def _tokenise(entry: _Entry, tokenizer: ChatTokenizer, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
     try:
-        ids, mask = tokenizer.chat_with_mask(entry.messages, entry.thinking)
+        if entry.tools and not tokenizer.shows_tools(entry.messages, entry.tools):
+            raise _Skip("the chat template does not show its tools")
+        ids, mask = tokenizer.chat_with_mask(entry.messages, entry.thinking, entry.tools or None)
     except ConfigError as error:
         raise _Skip("the chat template refuses it") from error
     tokens, supervised = np.asarray(ids, np.int64), np.asarray(mask, bool)

@@ -30,44 +30,24 @@ import safetensors
 import safetensors.numpy
 import tyro
 from array_record.python import array_record_module  # pyright: ignore[reportAttributeAccessIssue]
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from rich.progress import track
 
 from dspark_jax import sharding
 from dspark_jax.config import Config, ConfigError, DrafterConfig
 from dspark_jax.generate import bucket
 from dspark_jax.target import Target
+from dspark_jax.weights.fingerprint import weights_hash
 from train.conversations import Record
 from train.objective import StepModels, TargetFeatures, target_features
 
 _SHARD_RECORDS = 256
 _BATCH = 8  # rows, or as many as the devices that rows are split over
-_SAMPLES = 64  # of each array of weights
 Dtype = Literal["bfloat16", "float32"]
 
 
 def record_key(record: Record) -> str:
     return hashlib.sha256(record.tokens.tobytes()).hexdigest()[:24]
-
-
-def _samples(params: Any) -> Any:
-    """A few numbers of every array, evenly spaced; in bfloat16, so that it does not matter what they are held in."""
-
-    def one(x: jax.Array) -> jax.Array:
-        place = np.linspace(0, x.size - 1, _SAMPLES).astype(np.int64)
-        return x[np.unravel_index(place, x.shape)].astype(jax.numpy.bfloat16)
-
-    return jax.tree.map(one, params)
-
-
-def weights_hash(params: Any) -> str:
-    """Names a target's weights by samples of them: the same on any mesh, on every host and in either dtype."""
-    place = jax.tree.leaves(params)[0].sharding
-    everywhere = NamedSharding(place.mesh, PartitionSpec()) if isinstance(place, NamedSharding) else None
-    digest = hashlib.sha256()
-    for sample in jax.tree.leaves(jax.jit(_samples, out_shardings=everywhere)(params)):
-        digest.update(np.asarray(sample).tobytes())
-    return digest.hexdigest()[:16]
 
 
 def identity(target: Target, drafter: DrafterConfig) -> dict[str, Any]:

@@ -200,6 +200,7 @@ class _Training:
         notes = {
             "step": self.step,
             "measured": self.measured,
+            "target_weights": run.target_hash,
             "chat_template": run.target.tokenizer.template_hash,
             "conversations": len(run.train),
             "thinking": sum(record.thinking for record in run.train),

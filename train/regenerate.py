@@ -20,7 +20,7 @@ import tyro
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from dspark_jax import ConfigError, SamplingParams, Target, generate, load_target
-from train.conversations import read_jsonl
+from train.conversations import read_jsonl, record_tools
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,10 +102,12 @@ def run(args: Args, target: Target) -> dict[str, int]:
     """Answers what is not answered yet; returns counts of written and skipped prompts."""
     if target.tokenizer is None:
         raise ConfigError(f"{args.target}: has no tokenizer, so prompts cannot be encoded")
-    records = [record for _, record in read_jsonl(args.prompts)]
+    read = list(read_jsonl(args.prompts))
+    records = [record for _, record in read]
+    tools = [record_tools(record, f"{args.prompts}:{line}") or None for line, record in read]
     name, template = target.config.name, target.tokenizer.template_hash
     done = _resume(args, records, name)
-    counts = {"written": 0, "already there": len(done), "too long": 0, "empty": 0}
+    counts = {"written": 0, "already there": len(done), "too long": 0, "empty": 0, "tools not shown": 0}
     todo: list[tuple[int, list[int]]] = []
     for number, record in enumerate(records):
         if not _question(record).strip():
@@ -113,12 +115,16 @@ def run(args: Args, target: Target) -> dict[str, int]:
             continue
         if number in done:
             continue
-        ids = target.tokenizer.chat([{"role": "user", "content": _question(record)}], True, args.thinking)
+        messages = [{"role": "user", "content": _question(record)}]
+        if tools[number] and not target.tokenizer.shows_tools(messages, tools[number]):
+            counts["tools not shown"] += 1
+            continue
+        ids = target.tokenizer.chat(messages, True, args.thinking, tools[number])
         if len(ids) > args.max_prompt_tokens:
             counts["too long"] += 1
         else:
             todo.append((number, ids))
-    if not todo and not done and not counts["too long"]:
+    if not done and counts["empty"] == len(records):
         raise ConfigError(f'{args.prompts}: no line asks anything; expected {{"turns": ["text"]}} a line')
     args.out.parent.mkdir(parents=True, exist_ok=True)
     columns = (

@@ -14,7 +14,6 @@ from dspark_jax.config import (
     DrafterConfig,
     DraftSettings,
     TargetConfig,
-    TrainSettings,
     drafter_config,
     plain_drafter,
     require,
@@ -24,14 +23,16 @@ from dspark_jax.drafters.base import Frozen
 from dspark_jax.drafters.drafter import Params, frozen_parts, servable
 from dspark_jax.target import Target, cast_params
 from dspark_jax.verify import inverse_map
-from dspark_jax.weights.drafter_files import check_writable, native_format, read_drafter
+from dspark_jax.weights.drafter_files import check_writable, native_format
+from dspark_jax.weights.fingerprint import weights_hash
 from dspark_jax.weights.locate import read_target
 from train import data, hosts
 from train.bigrams import bigram_factors
 from train.checkpoint import RunFacts
 from train.conversations import Conversations, Record, load_conversations
-from train.features import CachedFeatures, weights_hash
+from train.features import CachedFeatures
 from train.objective import StepModels, StepWeights, target_shapes
+from train.start import recounted, written_weights
 from train.step import TrainState, init_state, replicated, state_shardings
 from train.tiny import TINY, tiny_target
 
@@ -147,11 +148,11 @@ def build(config: Config, resumed: RunFacts | None) -> Run:
         if resumed.draft_vocabulary is not None:
             chosen = np.asarray(resumed.draft_vocabulary, np.int32)
     elif config.train.start_from:
-        start_params, old = _start(config.train, drafter, target)
+        start_params, old = written_weights(config.train, drafter, target)
         chosen = old
         if config.train.recount_vocabulary and old is not None:
             chosen = counted(old)
-            start_params = _recounted(start_params, old, chosen)
+            start_params = recounted(start_params, old, chosen)
     elif drafter.draft_vocab_size:
         chosen = counted()
     frozen = _frozen(target.params, chosen, mesh)
@@ -220,33 +221,3 @@ def _frozen(params: Params, chosen: np.ndarray | None, mesh: Mesh) -> Frozen:
         whole.head_VD
     )
     return Frozen(whole.embed_VD, head_VD, d2t_V)
-
-
-def _recounted(params: Params, old_V: np.ndarray, new_V: np.ndarray) -> Params:
-    """The weights for another draft vocabulary: its rows of W2, zero for ids that the old one lacks."""
-    if "markov" not in params:
-        return params
-    place_V = np.minimum(np.searchsorted(old_V, new_V), len(old_V) - 1)
-    known_V1 = (old_V[place_V] == new_V)[:, None]
-    return params | {
-        "markov": params["markov"] | {"w2": jax.numpy.where(known_V1, params["markov"]["w2"][place_V], 0.0)}
-    }
-
-
-def _start(settings: TrainSettings, drafter: DrafterConfig, target: Target) -> tuple[Params, np.ndarray | None]:
-    """Weights and draft vocabulary of a written drafter. Raises ConfigError where its shape is not the run's; the size
-    of the vocabulary may differ where it is counted again."""
-    path = settings.start_from
-    # What a drafter has copies of is compared with the target's own, which must be whole on this host for that.
-    shared = {name: target.params[name] for name in ("embed", "head") if name in target.params}
-    config, params, draft_to_target = read_drafter(path, dataclasses.replace(target, params=hosts.to_host(shared)))
-    if settings.recount_vocabulary:
-        for size in (config.draft_vocab_size, drafter.draft_vocab_size):
-            require(size > 0, f"train recount_vocabulary: {path} and the run both need a reduced draft vocabulary")
-        config = dataclasses.replace(config, draft_vocab_size=drafter.draft_vocab_size)
-    if config.algorithm == drafter.algorithm == "lm":
-        config = dataclasses.replace(config, block_size=drafter.block_size)  # it may draft any number
-    if config != drafter:
-        differing = [f.name for f in dataclasses.fields(config) if getattr(config, f.name) != getattr(drafter, f.name)]
-        raise ConfigError(f"train start_from = {path}: its {', '.join(differing)} differ from the run's draft settings")
-    return jax.tree.map(jax.numpy.asarray, params), draft_to_target

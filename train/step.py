@@ -156,7 +156,8 @@ def jitted_step(models: StepModels, mesh: Mesh) -> Callable[..., tuple[TrainStat
 
 
 @functools.cache
-def _jitted_eval(models: StepModels, mesh: Mesh) -> Callable[..., Metrics]:
+def jitted_eval(models: StepModels, mesh: Mesh) -> Callable[..., Metrics]:
+    """The compiled form of `eval_step`."""
     return jax.jit(functools.partial(_eval_step, models), out_shardings=replicated(mesh))
 
 
@@ -171,4 +172,4 @@ def train_step(
 def eval_step(models: StepModels, mesh: Mesh, params: Params, weights: StepWeights, batch: Batch) -> Metrics:
     """The loss and its terms on a batch, without an update."""
     with jax.set_mesh(mesh):
-        return _jitted_eval(models, mesh)(params, weights, batch)
+        return jitted_eval(models, mesh)(params, weights, batch)

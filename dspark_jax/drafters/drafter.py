@@ -78,7 +78,8 @@ def load_drafter(
     The embedding and the head are the target's: copies in the checkpoint are compared with them, then dropped. A tied
     Markov table is multiplied out (`dspark.untied`).
     `self_test` lets the target write a few lines, to see whether the drafter is served as it was trained, and issues
-    a DrafterWarning that names the likely cause where it is not; it needs the target's tokenizer, and costs the
+    a DrafterWarning that names the likely cause where it is not, or where its own record names other weights or another
+    chat template than this target's; it needs the target's tokenizer, and costs the
     compilation of a few small programs, which is why a server asks for it and a test does not.
     Raises ConfigError naming the key or tensor that is missing, unused, misshapen or made for another target, and
     where a draft model's tokens are not the target's.
@@ -98,5 +99,6 @@ def load_drafter(
         prompts = selftest.questions(target)
         if not prompts:
             raise ConfigError("self_test needs a tokenizer with a chat template; call weights.selftest with prompts")
+        selftest.warn_of_another_target(path, checkpoint.notes, target)
         selftest.warn_unless_sound(selftest.self_test(target, drafter, prompts))
     return drafter

@@ -70,6 +70,10 @@ def _scaling(where: object, key: str, rope: Mapping[str, Any], settings: Mapping
     if kind == "yarn" and rope.get("truncate") is False:
         raise ConfigError(f"{where}: {key}.truncate = False is not supported: the ends of YaRN's ramp are whole here")
     original = rope.get("original_max_position_embeddings") or settings.get("max_position_embeddings", 0)
+    needed = {"linear": ("factor",), "llama3": ("factor", "high_freq_factor", "low_freq_factor")}
+    for name in needed.get(kind, ()):
+        if rope.get(name) is None:
+            raise ConfigError(f"{where}: {key} of type {kind} lacks '{name}'")
     match kind:
         case "linear":
             return RopeScaling("linear", factor=float(rope["factor"]))

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ from dspark_jax.config import ConfigError, DrafterConfig, TargetConfig
 from dspark_jax.drafters import registry
 from dspark_jax.drafters.base import Committed, Frozen
 from dspark_jax.target import Target
+from dspark_jax.weights.fingerprint import weights_hash
 
 Params = dict[str, Any]
 QUESTIONS = (
@@ -38,7 +39,7 @@ _MORE, _FACTOR, _ERRORS = 0.2, 1.3, 3.0
 
 
 class DrafterWarning(UserWarning):
-    """A drafter is probably not served as it was trained."""
+    """A drafter is probably not served as it was trained, or not on its target."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +67,27 @@ def warn_unless_sound(report: Report) -> None:
     """Issues a DrafterWarning where the report names a cause."""
     if report.cause is not None:
         warnings.warn(report.message, DrafterWarning, stacklevel=3)
+
+
+def warn_of_another_target(where: object, notes: Mapping[str, Any], target: Target) -> None:
+    """Issues a DrafterWarning where a drafter's own record says that it learnt from other weights or another chat
+    template than it is served with. Texts stay the target's; drafts are likely to be rejected."""
+    if notes.get("target_weights") not in (None, weights_hash(target.params)):
+        name = notes.get("config", {}).get("target", {}).get("path") or "another target"
+        warnings.warn(
+            f"{where}: was trained on other weights than this target's ({name!r}, here {target.config.name!r}): few"
+            " drafts may be accepted; train one for this target (train.main --train.start-from goes on from it)",
+            DrafterWarning,
+            stacklevel=3,
+        )
+    own = None if target.tokenizer is None else target.tokenizer.template_hash
+    if own is not None and notes.get("chat_template") not in (None, own):
+        warnings.warn(
+            f"{where}: was trained with chat template {notes['chat_template']}, this target has {own}: fewer drafts may"
+            " be accepted; serve it with the template of its training",
+            DrafterWarning,
+            stacklevel=3,
+        )
 
 
 def questions(target: Target) -> list[list[int]]:

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from dspark_jax.config import ConfigError
 
 Message = Mapping[str, Any]
+Tools = Sequence[Mapping[str, Any]] | None
 
 
 class ChatTokenizer:
@@ -45,9 +46,16 @@ class ChatTokenizer:
         )
         return str(text)
 
-    def render(self, messages: Sequence[Message], add_generation_prompt: bool, thinking: bool | None = None) -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool,
+        thinking: bool | None = None,
+        tools: Tools = None,
+    ) -> str:
         """The conversation as text, by the chat template. `thinking` is the template's own `enable_thinking`, for those
-        that have it; None: its default. Raises ConfigError where the template cannot."""
+        that have it; None: its default. `tools` are JSON schemas of what the model may call. Raises ConfigError where
+        the template cannot."""
         if not self.tokenizer.chat_template:
             raise ConfigError("tokenizer: the model has no chat template, so it cannot render conversations")
         switch: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
@@ -56,6 +64,7 @@ class ChatTokenizer:
                 [dict(message) for message in messages],
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
+                tools=None if tools is None else [dict(tool) for tool in tools],
                 **switch,
             )
         except (TemplateError, ValueError, TypeError, KeyError) as error:
@@ -63,11 +72,19 @@ class ChatTokenizer:
         bos = self.tokenizer.bos_token
         return f"{bos}{text}" if self.add_bos and not str(text).startswith(str(bos)) else str(text)
 
-    def chat(self, messages: Sequence[Message], add_generation_prompt: bool, thinking: bool | None = None) -> list[int]:
+    def chat(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool,
+        thinking: bool | None = None,
+        tools: Tools = None,
+    ) -> list[int]:
         """Ids of the rendered conversation, open for an answer when `add_generation_prompt`."""
-        return self.encode(self.render(messages, add_generation_prompt, thinking), allow_special=True)
+        return self.encode(self.render(messages, add_generation_prompt, thinking, tools), allow_special=True)
 
-    def chat_with_mask(self, messages: Sequence[Message], thinking: bool | None = None) -> tuple[list[int], list[bool]]:
+    def chat_with_mask(
+        self, messages: Sequence[Message], thinking: bool | None = None, tools: Tools = None
+    ) -> tuple[list[int], list[bool]]:
         """Ids of a conversation, and for each whether the model emits it: an answer's content and end-of-turn token.
 
         Each answer is tokenised apart from the prompt before it, as in generation, where no token can join the two. An
@@ -77,13 +94,13 @@ class ChatTokenizer:
         """
         if messages and messages[0].get("role") == "assistant":
             raise ConfigError("conversation: begins with an assistant turn, expected a system or user turn")
-        full = self.render(messages, False, thinking)
+        full = self.render(messages, False, thinking, tools)
         ids: list[int] = []
         mask: list[bool] = []
         done, answers = 0, [turn for turn, message in enumerate(messages) if message.get("role") == "assistant"]
         for turn in answers:
-            before = self.render(messages[:turn], True, thinking)
-            after = self.render(messages[: turn + 1], False, thinking)
+            before = self.render(messages[:turn], True, thinking, tools)
+            after = self.render(messages[: turn + 1], False, thinking, tools)
             if not (after.startswith(before) and full.startswith(after) and len(before) >= done):
                 continue
             end = len(before) + self._end_of_turn(after[len(before) :])
@@ -96,6 +113,10 @@ class ChatTokenizer:
             raise ConfigError(f"{self._template}: rewrites the turns before or after every answer, so no mask is exact")
         rest = self.encode(full[done:], allow_special=True)
         return ids + rest, mask + [False] * len(rest)
+
+    def shows_tools(self, messages: Sequence[Message], tools: Tools) -> bool:
+        """Whether the template tells the model of its tools: many know none and leave them out without a word."""
+        return self.render(messages, False, None, tools) != self.render(messages, False)
 
     @property
     def _template(self) -> str:
