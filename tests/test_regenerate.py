@@ -72,8 +72,9 @@ def test_an_answer_is_given_with_the_tools_that_its_prompt_offers(tmp_path: Path
     asked = tokenizer.chat([{"role": "user", "content": "hi"}], True, tools=tools)
     assert asked[:1] == tokenizer.encode("1")
     wanted = generate(target, None, [asked], 5, eos_token_ids=target.config.eos_token_ids)[0].tokens
-    assert answers(other)[0]["messages"][1]["content"] == tokenizer.decode(wanted)
-    assert answers(other)[0]["tools"] == tools
+    offered = next(record for record in answers(other) if record["prompt"] == 0)
+    assert offered["messages"][1]["content"] == tokenizer.decode(wanted)
+    assert offered["tools"] == tools
 
 
 def test_a_killed_run_goes_on_and_answers_nothing_twice(tmp_path: Path) -> None:

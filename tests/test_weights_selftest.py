@@ -165,7 +165,7 @@ def test_a_drafter_of_other_weights_or_another_template_is_named() -> None:
         warnings.simplefilter("error")
         for known in ({}, notes, notes | {"chat_template": target.tokenizer.template_hash}):
             selftest.warn_of_another_target("here", known, target)
-    with pytest.warns(DrafterWarning, match="here: other weights than this target's \\('tiny', here 'tiny-"):
+    with pytest.warns(DrafterWarning, match="on other weights than this target's \\('tiny', here 'tiny-"):
         selftest.warn_of_another_target("here", notes, other)
     with pytest.warns(DrafterWarning, match="was trained with chat template abc, this target has"):
         selftest.warn_of_another_target("here", notes | {"chat_template": "abc"}, target)
