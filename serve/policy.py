@@ -132,9 +132,12 @@ class Policy:
 
     def slip(self, bucket: int, drafted: bool) -> float:
         """How many times its profiled seconds a round has taken of late. Rounds in a row find other caches warm than
-        the profile did, and the host has a part in each; what decides is how a plain and a drafting round compare."""
+        the profile did, and the host has a part in each; what decides is how a plain and a drafting round compare. A
+        kind that was hardly seen is taken to slip as all others do: else, on a machine slower than when it was
+        profiled, it would look cheap for no better reason than that nobody tried it."""
+        all_logs, all_weight = np.sum([*self._slip.values(), (0.0, 0.5)], axis=0)
         logs, weight = self._slip.get((bucket, drafted), (0.0, 0.0))
-        return float(np.exp(logs / (weight + 2.0)))
+        return float(np.exp((logs + 2.0 * all_logs / all_weight) / (weight + 2.0)))
 
     def observe_seconds(self, bucket: int, tokens: int, sampled: bool, curves: Curves, seconds: float) -> None:
         """The time of a finished round, from the end of the one before it; `tokens` 0: a plain one."""

@@ -8,7 +8,6 @@ text.tokens, text.reason
 
 import dataclasses
 import logging
-import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from dspark_jax.config import ConfigError
 from serve.curves import Curves
 from serve.engine import Engine
 from serve.monitor import DriftMonitor
+from serve.pace import Pace
 from serve.policy import DEFAULT, Policy, parse
 from serve.rounds import Output
 from serve.scheduler import DEPTH, Request, Row, Scheduler, Text
@@ -98,7 +98,7 @@ class Server:
         self.totals = Totals()
         self._under_way: deque[_Ticket] = deque()
         self._last_read = 0.0
-        self._chunks = 1  # of prompts, in the next step
+        self._pace = Pace()
 
     def submit(self, request: Request) -> Text:
         """Queues a request; see `Scheduler.submit` for what is refused."""
@@ -129,14 +129,13 @@ class Server:
     def step(self) -> None:
         """Dispatches chunks of prompts and a round, if there are any, then reads all but the newest.
 
-        A chunk for each token that requests get in a round: drafting ends texts sooner than plain decoding does, and
-        with one chunk a round their slots would stand empty. A token waits for one chunk either way.
+        How many chunks says `Pace`.
         """
         start = self.clock()
         waited = self.totals.waiting
         newest = self._under_way[-1] if self._under_way else None
         self.scheduler.admit()
-        prefilled = sum(self._prefill() for _ in range(self._chunks))
+        prefilled = sum(self._prefill() for _ in range(self._pace.chunks))
         decoded = self._decode()
         if newest is not None and (prefilled or decoded) and newest.ended:
             # It ended before its successor was there: at some time since the host last heard of the device.
@@ -207,12 +206,14 @@ class Server:
         now = self.clock()
         self.totals.waiting += now - start
         seconds, self._last_read = now - max(ticket.started, self._last_read), now
+        if not ticket.packed:
+            self._pace.saw_chunk(seconds)
         if not ticket.final:
             if output.bad_R[0]:
                 self.scheduler.take(ticket.texts[0], Row([], 0, 0, bad=True), now)
             return
         if ticket.packed:
-            self._chunks = 1 + math.ceil(float(output.accepted_R[: len(ticket.texts)].mean()))
+            self._pace.saw_round(seconds, 1 + float(output.accepted_R[: len(ticket.texts)].mean()))
             self._count(ticket, output)
             self._observe_seconds(ticket, seconds)
         heard = []

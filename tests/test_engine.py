@@ -135,7 +135,7 @@ def test_nothing_is_transferred_unasked_and_unknown_shapes_are_refused():
 
 
 def test_prompts_keep_up_with_drafts(monkeypatch: pytest.MonkeyPatch):
-    """As many chunks a step as a request got tokens in the last round, or slots of ended texts would stand empty."""
+    """As many chunks a step as a request got tokens in the last round, where times say nothing: the clock stands."""
     made, chunks = engine(), []
     prefill = made.prefill
     monkeypatch.setattr(made, "prefill", lambda *args: (chunks.append(1), prefill(*args))[1])

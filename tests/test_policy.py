@@ -174,6 +174,18 @@ def test_rounds_that_take_other_than_profiled_seconds_are_believed():
         assert before != (plain > drafting) == (p.choose([0], 1, profiled, False).tokens > 0)
 
 
+def test_a_slower_machine_makes_no_kind_of_round_look_cheap():
+    """Plain rounds that take three times their profile say nothing for drafting, in their bucket or in another."""
+    p = policy("scheduled")
+    profiled = linear(3.0)
+    assert not p.choose([0], 1, profiled, False).tokens
+    for _ in range(PROBE_EVERY // 2):
+        p.observe_seconds(1, 0, False, profiled, 3 * profiled.plain(1, False))
+        assert not p.choose([0], 1, profiled, False).tokens
+    slow, unseen = p.slip(1, drafted=False), [p.slip(1, drafted=True), p.slip(4, drafted=False)]
+    assert slow > 2 and all(0.7 * slow < other < slow for other in unseen)
+
+
 def test_a_round_that_was_held_up_is_not_believed():
     p = policy("scheduled")
     for seconds in (1e-6, 1e3):
