@@ -66,6 +66,7 @@ class _Models(NamedTuple):
     drafter: DrafterConfig | None
     greedy: bool
     verifier: Verifier
+    shortlist: int
 
 
 class _Weights(NamedTuple):
@@ -156,7 +157,7 @@ def _draft_round(
     keys = _round_keys(key_R, state.round_, num_drafts + 2)
     proposal = algorithm(models.drafter).propose(
         models.drafter, weights.drafter, weights.frozen, state.draft_caches, state.newest_R, state.length_R,
-        keys[:, :num_drafts], rows, models.greedy,
+        keys[:, :num_drafts], rows, models.greedy, models.shortlist,
     )  # fmt: skip
     block_RS = jnp.concatenate([state.newest_R[:, None], proposal.sample.tokens_RG], axis=1)
     position_RS = state.length_R[:, None] + jnp.arange(num_drafts + 1)[None, :]
@@ -203,6 +204,7 @@ def generate(
     *,
     batch_size: int = 32,
     longest_prompt: int = 0,
+    shortlist: int = 0,
     on_progress: Callable[[int], None] | None = None,
 ) -> list[Generation]:
     """Decodes prompts (token ids, any lengths) with the target's own law; `drafter` None is plain decoding.
@@ -211,13 +213,15 @@ def generate(
     its neighbours nor on `batch_size`, the number decoded together. A text ends with the first token of
     `eos_token_ids`, which is kept, or after exactly `max_new_tokens`. `verify` picks token-wise or block
     verification; both leave the law unchanged. `longest_prompt` sizes the shapes for prompts up to that length,
-    so that several calls share their programs. `on_progress` is told the number of new tokens as they come.
+    so that several calls share their programs. `shortlist` K > 0 drafts among the K tokens that the drafter
+    ranks highest at each position, as the serving engine does; the law stays the target's. `on_progress` is told the
+    number of new tokens as they come.
     Raises ConfigError on an empty prompt, ids outside the vocabulary, or a prompt that does not fit the context.
     """
     params = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
-    _check(target, drafter, prompts, max_new_tokens, params, verify)
+    _check(target, drafter, prompts, max_new_tokens, params, verify, shortlist)
     greedy = all(p.temperature == 0 for p in params)
-    models = _Models(target.config, drafter.config if drafter else None, greedy, verify)
+    models = _Models(target.config, drafter.config if drafter else None, greedy, verify, shortlist)
     weights = _Weights(target.params, drafter.params if drafter else {}, drafter.frozen if drafter else None)
     key = jax.random.key(seed)
     # Prompts of like length share a batch; results go back to their places.
@@ -294,8 +298,11 @@ def _check(
     max_new_tokens: int,
     params: list[SamplingParams],
     verify: str,
+    shortlist: int,
 ) -> None:
     c = target.config
+    if shortlist < 0:
+        raise ConfigError(f"shortlist = {shortlist}: expected 0 (whole vocabulary) or more")
     if verify not in ("token", "block"):
         raise ConfigError(f"verify = {verify!r}: expected 'token' or 'block'")
     if max_new_tokens < 1:

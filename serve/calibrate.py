@@ -6,8 +6,8 @@ Every position is verified, so each has a label. The prompts of each domain are 
 temperatures, a quarter chooses between them and none at all, and the last quarter, seen by neither, gives the numbers
 that are reported. The temperatures go to calibration.json beside the drafter, where the engine finds them.
 
-They fit decoding with one temperature, top-k and top-p, drafts from the whole draft vocabulary, verified token by
-token. The engine has one set of them for all its requests, and drafts from a shortlist unless told otherwise.
+They fit decoding with one temperature, top-k and top-p, drafts from the engine's usual shortlist, verified token by
+token. The engine has one set of them for all its requests.
 """
 
 import dataclasses
@@ -28,6 +28,7 @@ from serve.calibration import FILE, write_temperatures
 from serve.dtype import Dtype
 from serve.prompts import choose_prompts, encode
 from serve.setup import cache_programs, load_models
+from serve.sizes import EngineConfig
 
 LEAST_BLOCKS = 50  # of each split: fewer say nothing about 20 bins
 LEAST_IN_BIN = 5  # of a reliability diagram
@@ -90,7 +91,7 @@ def run(
     for start in range(0, len(rows), batch_size):
         part = rows[start : start + batch_size]
         done = generate(target, drafter, part, new_tokens, sampling, start, eos, longest_prompt=longest,
-                        batch_size=batch_size)  # fmt: skip
+                        batch_size=batch_size, shortlist=EngineConfig.shortlist)  # fmt: skip
         generations += done
         on_prompts(len(part))
     turn = iter(generations)
@@ -249,11 +250,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
-
-
-def interleave(groups: Sequence[Sequence[Any]]) -> list[Any]:
-    """First of each group, second of each, ...: a1, b1, c1, a2, b2, ..."""
-    return [group[i] for i in range(max(map(len, groups))) for group in groups if i < len(group)]
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from dspark_jax import Drafter, Generation, Round, SamplingParams, Target, gener
 from dspark_jax.weights.locate import EMBEDDED, embedded_file
 from serve import curves as curves_lib
 from serve import law, load, profile, sweep
-from serve.calibrate import interleave
 from serve.cells import Bench
 from serve.engine import Engine, EngineConfig
 from serve.scheduler import GREEDY
@@ -228,3 +227,8 @@ KINDS: dict[str, Callable[[Lab, Cell, Sequence[Result], Tell], Result]] = {
     "load": under_load,
     "lossless": lossless,
 }
+
+
+def interleave(groups: Sequence[Sequence[Any]]) -> list[Any]:
+    """First of each group, second of each, ...: a1, b1, c1, a2, b2, ..."""
+    return [group[i] for i in range(max(map(len, groups))) for group in groups if i < len(group)]

@@ -247,10 +247,6 @@ def test_every_domain_has_its_share_of_every_split(count: int):
     assert sorted(i for part in calibrate.split([[*range(7)], [*range(7, 12)]]) for i in part) == [*range(12)]
 
 
-def test_interleave_takes_turns():
-    assert calibrate.interleave([[1, 2, 3], [4], [5, 6]]) == [1, 4, 5, 2, 6, 3]
-
-
 # What main says of bad input.
 
 

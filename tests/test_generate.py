@@ -62,6 +62,7 @@ def test_greedy_text_is_the_targets_argmax_step_by_step(plain):
 def test_drafting_does_not_change_greedy_text(plain, drafted):
     assert tokens_of(drafted) == plain
     assert tokens_of(generate(TARGET, RANDOM, PROMPTS, NEW)) == plain
+    assert tokens_of(generate(TARGET, GOOD, PROMPTS, NEW, shortlist=2)) == plain
     accepted = np.array([r.accepted for generation in drafted for r in generation.rounds])
     assert set(accepted) >= {0, 2, 4}, "drafts of every quality are needed for this to mean something"
 
@@ -164,6 +165,7 @@ def test_no_prompts_give_no_texts():
         ({"prompts": [[1] * 21], "max_new_tokens": NEW}, "with 24 new ones it exceeds the target's context of 44"),
         ({"max_new_tokens": 0}, "max_new_tokens = 0"),
         ({"verify": "tree"}, "verify = 'tree'"),
+        ({"shortlist": -1}, "shortlist = -1"),
         ({"sampling": [SamplingParams()] * 2}, "2 sampling settings for 1 prompts"),
         ({"drafter": make_drafter(make_target(vocab_size=39))}, "made for a vocabulary of 39, this target has 40"),
     ],

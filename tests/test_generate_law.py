@@ -73,9 +73,12 @@ def p_value(counts: np.ndarray, law: np.ndarray) -> float:
     return float(chi2.sf(((observed - expected) ** 2 / expected).sum(), len(expected) - 1))
 
 
-def p_values(target: Target, drafter: Drafter | None, verify, samples: int = SAMPLES) -> tuple[np.ndarray, np.ndarray]:
+def p_values(
+    target: Target, drafter: Drafter | None, verify, samples: int = SAMPLES, shortlist: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
     """For each kind p of the first token, of the first two and of the second two; and all accepted lengths."""
-    out = generate(target, drafter, [PROMPT] * samples, 3, KINDS * (samples // 4), 11, (), verify, batch_size=BATCH)
+    kinds, sizes = KINDS * (samples // 4), {"batch_size": BATCH, "shortlist": shortlist}
+    out = generate(target, drafter, [PROMPT] * samples, 3, kinds, 11, (), verify, **sizes)
     texts = np.array([generation.tokens for generation in out])
     values = []
     for kind, law in enumerate(exact_laws()):
@@ -94,9 +97,9 @@ def test_plain_decoding_follows_the_targets_law():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("verify", ["token", "block"])
-@pytest.mark.parametrize("drafter", ["whole", "reduced"])
-def test_drafted_decoding_follows_the_targets_law(drafter, verify):
-    values, accepted = p_values(TARGET, DRAFTERS[drafter], verify)
+@pytest.mark.parametrize(("drafter", "shortlist"), [("whole", 0), ("reduced", 0), ("reduced", 3)])
+def test_drafted_decoding_follows_the_targets_law(drafter, shortlist, verify):
+    values, accepted = p_values(TARGET, DRAFTERS[drafter], verify, shortlist=shortlist)
     assert values.min() > 1e-3, values
     assert 0.5 < accepted.mean() < 3.5, "drafts of every quality are needed for this to mean something"
 

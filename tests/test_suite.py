@@ -271,3 +271,7 @@ def test_the_same_drafter_twice_is_refused(folder: Path, tmp_path: Path, capsys:
         argv.insert(argv.index("--drafter") + 2, str(again))
         assert bench.main(argv) == 2
         assert f"two of {names} have the same files" in capsys.readouterr().err
+
+
+def test_interleave_takes_turns():
+    assert suite_cells.interleave([[1, 2, 3], [4], [5, 6]]) == [1, 4, 5, 2, 6, 3]
