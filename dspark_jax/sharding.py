@@ -74,6 +74,12 @@ def make_mesh(settings: MeshSettings, devices: Sequence[Any] | None = None) -> M
     return jax.make_mesh((data, settings.fsdp, settings.tensor), AXES, axis_types=axis_types, devices=list(devices))
 
 
+def mesh_of(params: Any) -> Mesh | None:
+    """The mesh that weights lie on; None: on one device, or nowhere yet."""
+    place = getattr(jax.tree.leaves(params)[0], "sharding", None)
+    return place.mesh if isinstance(place, NamedSharding) and isinstance(place.mesh, Mesh) else None
+
+
 def path_string(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 

@@ -65,6 +65,8 @@ class Args:
     """Folder of a drafter, or a language model of the target's tokens; without it the one shipped for smollm2-135m."""
     dtype: Dtype = "fast"
     """Compute dtype of target and drafter; fast: the one that is faster on this machine."""
+    tensor: int = 1
+    """Devices that weights and caches are split over."""
     prompts: Path | None = None
     """JSONL, {"turns": ["text"]} a line; without it built-in prompts of three domains."""
     json: Path | None = None
@@ -167,7 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.json:
             report.check_writable(args.json)
         cache_programs()
-        target, drafter, path = load_models(args.target, args.drafter, args.dtype)
+        target, drafter, path = load_models(args.target, args.drafter, args.dtype, args.tensor)
         parse(args.settings.policy, drafter.config.num_drafts)
         prompts = encode(target, chosen, args.settings.tokens)
         longest = max(len(ids) for domain in prompts.values() for ids in domain)

@@ -193,6 +193,8 @@ class Args:
     """Folder of the drafter, which gets calibration.json; without it the one shipped for smollm2-135m."""
     dtype: Dtype = "fast"
     """Compute dtype of target and drafter; fast: the one that is faster on this machine."""
+    tensor: int = 1
+    """Devices that weights and caches are split over."""
     prompts: Path | None = None
     """JSONL, {"turns": ["text"]} a line; without it the built-in prompts."""
     limit: int = 24
@@ -225,7 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.plot:
             report.check_writable(args.plot, "--plot")
         cache_programs()
-        target, drafter, path = load_models(args.target, args.drafter, args.dtype)
+        target, drafter, path = load_models(args.target, args.drafter, args.dtype, args.tensor)
         check_head(drafter)
         report.check_writable(path / FILE, "--drafter")
         domains = [

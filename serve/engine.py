@@ -37,10 +37,12 @@ class Engine:
         temperatures_G: Sequence[float] | np.ndarray | None = None,
         mesh: Mesh | None = None,
     ) -> None:
-        """`mesh` splits weights and pages over its `tensor` axis (and weights over `fsdp`); None: one device.
+        """`mesh` splits weights and pages over its `tensor` axis (and weights over `fsdp`); None: that of the target's
+        weights, one device where they lie on none.
 
         Where layers run as a loop, the engine keeps a stacked copy of the target's weights: let go of `target` then.
         """
+        mesh = mesh or sharding.mesh_of(target.params)
         self.config, self.target_config = config, target.config
         self.num_drafts = drafter.config.num_drafts if drafter else 0
         with on_mesh(mesh):

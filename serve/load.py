@@ -41,6 +41,8 @@ class Args:
     """A drafter of that target; without it the one shipped for smollm2-135m."""
     dtype: Dtype = "fast"
     """Compute dtype of target and drafter; fast: the one that is faster on this machine."""
+    tensor: int = 1
+    """Devices that weights and caches are split over."""
     prompts: Path | None = None
     """JSONL, {"turns": ["text"]} a line; without it built-in prompts of three domains."""
     limit: int = 24
@@ -259,7 +261,7 @@ def main(argv: Sequence[str]) -> int:
         if args.plots:
             report.make_folder(args.plots, "--plots")
         cache_programs()
-        target, drafter, path = load_models(args.target, args.drafter, args.dtype)
+        target, drafter, path = load_models(args.target, args.drafter, args.dtype, args.tensor)
         for policy in args.policies:
             parse(policy, drafter.config.num_drafts)
         prompts = encode(target, chosen, args.tokens)

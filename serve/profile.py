@@ -183,6 +183,8 @@ class Args:
     """A drafter of that target; without it the one shipped for smollm2-135m."""
     dtype: Dtype = "fast"
     """Compute dtype of target and drafter; fast: the one that is faster on this machine."""
+    tensor: int = 1
+    """Devices that weights and caches are split over."""
     requests: int = 8
     """Most requests at a time."""
     out: Path | None = None
@@ -199,7 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.out:
             report.make_folder(args.out, "--out")
         cache_programs()
-        engine = load_engine(args.target, args.drafter, args.dtype, max_requests=args.requests)
+        engine = load_engine(args.target, args.drafter, args.dtype, args.tensor, max_requests=args.requests)
         console = Console()
         with console.status("compiling") as status:
             engine.compile(on_program=lambda key: status.update(f"compiling: {key} ready"))

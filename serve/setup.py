@@ -8,8 +8,11 @@ from typing import Any
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it advises about torch, which nothing here uses
 
 import jax
+from jax.sharding import Mesh
 
 from dspark_jax import ConfigError, Drafter, Target, load_drafter, load_target
+from dspark_jax.config import MeshSettings
+from dspark_jax.sharding import make_mesh
 from dspark_jax.weights import hub, selftest
 from dspark_jax.weights.cli import drafter_folder
 from dspark_jax.weights.language_model import is_language_model
@@ -35,23 +38,25 @@ def find_drafter(target: str, drafter: Path | None) -> Path:
     return path
 
 
-def load_models(target: str, drafter: Path | None, dtype: Dtype = "fast") -> tuple[Target, Drafter, Path]:
+def load_models(
+    target: str, drafter: Path | None, dtype: Dtype = "fast", tensor: int = 1
+) -> tuple[Target, Drafter, Path]:
     """Target and drafter, and where the drafter lies."""
-    loaded, ((draft, path),) = load_several(target, [drafter], dtype)
+    loaded, ((draft, path),) = load_several(target, [drafter], dtype, tensor)
     return loaded, draft, path
 
 
 def load_several(
-    target: str, drafters: Sequence[Path | None], dtype: Dtype = "fast"
+    target: str, drafters: Sequence[Path | None], dtype: Dtype = "fast", tensor: int = 1
 ) -> tuple[Target, list[tuple[Drafter, Path]]]:
     """A target with several drafters, each with its folder; None is the shipped one. They compute in `dtype`, "fast"
-    being the one that is faster on this machine.
+    being the one that is faster on this machine; the target lies split over `tensor` devices, where engines follow it.
 
     A drafter that the user brings is first tried on a few lines of the target's own text: one that is served otherwise
     than it was trained drafts badly without any error, and gets a loud DrafterWarning here.
     """
     paths = [find_drafter(target, drafter) for drafter in drafters]
-    loaded = load_target(target, fast_dtype() if dtype == "fast" else dtype)
+    loaded = load_target(target, fast_dtype() if dtype == "fast" else dtype, serving_mesh(tensor))
     asked = bool(selftest.questions(loaded))
     tested = [asked and drafter is not None for drafter in drafters]
     served = str(loaded.dtype)
@@ -59,9 +64,17 @@ def load_several(
     return loaded, list(zip(made, paths, strict=True))
 
 
-def load_engine(target: str, drafter: Path | None, dtype: Dtype = "fast", **sizes: Any) -> Engine:
+def serving_mesh(tensor: int) -> Mesh | None:
+    """The first so many devices; None for one. Raises ConfigError where there are fewer."""
+    devices = jax.devices()
+    if not 1 <= tensor <= len(devices):
+        raise ConfigError(f"--tensor {tensor}: expected 1 to {len(devices)}, the devices that are here")
+    return None if tensor == 1 else make_mesh(MeshSettings(data=1, fsdp=1, tensor=tensor), devices[:tensor])
+
+
+def load_engine(target: str, drafter: Path | None, dtype: Dtype = "fast", tensor: int = 1, **sizes: Any) -> Engine:
     """An engine over both, not yet compiled, with the confidence temperatures stored beside the drafter."""
-    loaded, draft, path = load_models(target, drafter, dtype)
+    loaded, draft, path = load_models(target, drafter, dtype, tensor)
     temperatures = read_temperatures(path, draft.config.num_drafts)
     return Engine(loaded, draft, EngineConfig(**sizes), temperatures)
 

@@ -130,7 +130,7 @@ def measure(lab: Lab, cells: Sequence[Cell], store: Store, on_step: Callable[[st
 def prepare(args: Args, sizes: Sizes) -> Lab:
     """Loads target, drafters and prompts. Raises ConfigError for what is missing or does not fit."""
     texts = find_sets(args.data, args.sets, sizes.sets)
-    target, drafters = load_several(args.target, args.drafter or (None,), args.dtype)
+    target, drafters = load_several(args.target, args.drafter or (None,), args.dtype, args.tensor)
     for drafter, path in drafters:
         if replay_limit(sizes.tokens, drafter.config.num_drafts) < 2:
             raise ConfigError(

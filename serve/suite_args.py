@@ -62,6 +62,8 @@ class Args:
     """Folders of drafters; without any the one shipped for smollm2-135m. The first is what others are compared with."""
     dtype: Dtype = "fast"
     """Compute dtype of target and drafter; fast: the one that is faster on this machine."""
+    tensor: int = 1
+    """Devices that weights and caches are split over."""
     data: Path | None = None
     """Folder of prompt sets, gsm8k.jsonl and so on, {"turns": ["text"]} a line; without it built-in prompts."""
     sets: tuple[str, ...] = ()

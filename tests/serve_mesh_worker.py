@@ -1,9 +1,14 @@
 """Started by test_tpu_cache with four fake CPU devices: rounds on meshes, with the TPU's pages, as a loop over layers;
 tokens as JSON."""
 
+import contextlib
 import dataclasses
 import json
 import re
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,11 +17,15 @@ import ragged_reference
 import test_gpu_attention
 from jax._src.cudnn import fused_attention_stablehlo
 from jax.sharding import Mesh
+from test_serve_commands import Words
 from tiny import good_drafter, make_target, random_tokens
 
-from dspark_jax import SamplingParams, kv_cache, sharding, tpu_cache
+from dspark_jax import Drafter, SamplingParams, Target, kv_cache, sharding, tpu_cache
 from dspark_jax.config import MeshSettings
-from serve import rounds
+from dspark_jax.weights.drafter_files import write_drafter
+from serve import bench, rounds, setup
+from serve import curves as curves_lib
+from serve.curves import Curves
 from serve.engine import Engine, EngineConfig, trace
 from serve.rounds import Output
 
@@ -54,6 +63,29 @@ def cudnn_calls(mesh: Mesh, patch: pytest.MonkeyPatch) -> list[str]:
     return re.findall(r"@__cudnn\$fmha.* : \(tensor<([^>]*)>", text)
 
 
+def benched(target: Target, drafter: Drafter, tensor: int, patch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The rows of `serve.bench --tensor N`: the command itself, its target in memory."""
+
+    def load(path: str, dtype: str, mesh: Mesh) -> Target:
+        return dataclasses.replace(
+            target, params=sharding.place(target.params, sharding.shardings(target.params, mesh))
+        )
+
+    target = dataclasses.replace(target, tokenizer=Words())
+    patch.setattr(setup, "load_target", load)
+    patch.setattr(setup.selftest, "questions", lambda target: [])
+    patch.setattr(curves_lib, "make_curves", Curves)  # tiny models may really be flat
+    with tempfile.TemporaryDirectory() as folder:
+        patch.setenv("XDG_CACHE_HOME", folder)
+        write_drafter(f"{folder}/drafter", "deepspec", drafter.config, drafter.params, None, {})
+        Path(folder, "prompts.jsonl").write_text('{"turns": ["how much is twelve"]}\n{"turns": ["a red fox"]}\n')
+        command = f"--target tiny --drafter {folder}/drafter --prompts {folder}/prompts.jsonl --dtype float32"
+        sizes = f"--tensor {tensor} --tokens 8 --limit 2 --single 1 --json {folder}/out.json"
+        with contextlib.redirect_stdout(sys.stderr):
+            assert bench.main([*command.split(), *sizes.split()]) == 0
+        return json.loads(Path(folder, "out.json").read_text())["rows"]
+
+
 def main() -> None:
     assert jax.device_count() == 4
     target = make_target(mixing=0.15)
@@ -63,6 +95,8 @@ def main() -> None:
     results["multiplied out"] = play(Engine(target, drafter, dataclasses.replace(SIZES, dense_markov=True), mesh=mesh))
     with pytest.MonkeyPatch.context() as patch:
         results["cudnn"] = cudnn_calls(mesh, patch)
+    with pytest.MonkeyPatch.context() as patch:
+        results["bench"] = [row["exact_match"] for row in benched(target, drafter, 2, patch)]
     tpu_cache.ragged_paged_attention = ragged_reference.attention
     for module in (rounds, tpu_cache):
         module.paged_cache = lambda: tpu_cache.RaggedLayer

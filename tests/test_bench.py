@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -275,7 +276,7 @@ def fails(capsys: pytest.CaptureFixture[str], argv: list[object]) -> str:
 def test_main_decodes_a_file_and_writes_json(
     target: Target, checkpoint: Path, prompts_file: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(setup, "load_target", lambda path, dtype: target)
+    monkeypatch.setattr(setup, "load_target", lambda path, dtype, mesh: target)
     monkeypatch.setattr(curves_lib, "make_curves", Curves)
     out = prompts_file.with_name("out.json")
     argv = ["--target", "tiny", "--drafter", checkpoint, "--prompts", prompts_file, "--json", out]
@@ -304,8 +305,15 @@ def test_target_is_missing(capsys: pytest.CaptureFixture[str], checkpoint: Path)
 def test_drafter_of_another_target(
     capsys: pytest.CaptureFixture[str], checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(setup, "load_target", lambda path, dtype: make_target(vocab_size=44))
+    monkeypatch.setattr(setup, "load_target", lambda path, dtype, mesh: make_target(vocab_size=44))
     assert "another target" in fails(capsys, ["--target", "tiny", "--drafter", checkpoint])
+
+
+def test_more_devices_than_there_are(capsys: pytest.CaptureFixture[str], checkpoint: Path):
+    count = len(jax.devices())
+    for tensor in (0, count + 1):
+        error = fails(capsys, ["--drafter", checkpoint, "--tensor", tensor])
+        assert f"--tensor {tensor}: expected 1 to {count}, the devices that are here" in error
 
 
 def test_random_tokens_are_refused(capsys: pytest.CaptureFixture[str], checkpoint: Path, tmp_path: Path):

@@ -32,7 +32,7 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Arguments that name a tiny target, its drafter on disk and prompts of two domains."""
     target = dataclasses.replace(make_target(mixing=0.15), tokenizer=Words())
     drafter = good_drafter(target)
-    monkeypatch.setattr(setup, "load_target", lambda path, dtype: target)
+    monkeypatch.setattr(setup, "load_target", lambda path, dtype, mesh: target)
     monkeypatch.setattr(setup, "fast_dtype", lambda: "float32")
     monkeypatch.setattr(setup.selftest, "questions", lambda target: [])  # drafters on trial have tests of their own
     monkeypatch.setattr(curves_lib, "make_curves", Curves)  # tiny models on a busy machine may really be flat

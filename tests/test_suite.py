@@ -52,7 +52,7 @@ def folder(drafter: Drafter, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def tiny_target(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(setup, "load_target", lambda path, dtype: target)
+    monkeypatch.setattr(setup, "load_target", lambda path, dtype, mesh: target)
     monkeypatch.setattr(setup, "fast_dtype", lambda: "float32")
 
 
@@ -66,7 +66,7 @@ def out(target: Target, folder: Path, tmp_path_factory: pytest.TempPathFactory) 
     """A finished run, greedy."""
     path = tmp_path_factory.mktemp("run")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(setup, "load_target", lambda path, dtype: target)
+        patch.setattr(setup, "load_target", lambda path, dtype, mesh: target)
         assert bench.main(arguments(folder, path, "--temperatures", "0")) == 0
     return path
 

@@ -7,14 +7,16 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from dspark_jax.sharding import mesh_of
+
 _SAMPLES = 64  # of each array
 
 
 def weights_hash(params: Any) -> str:
     """16 hexadecimal characters: the same on any mesh, on every host and in either dtype. A change of single numbers
     between the samples goes unseen."""
-    place = jax.tree.leaves(params)[0].sharding
-    everywhere = NamedSharding(place.mesh, PartitionSpec()) if isinstance(place, NamedSharding) else None
+    mesh = mesh_of(params)
+    everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
     digest = hashlib.sha256()
     for sample in jax.tree.leaves(jax.jit(_samples, out_shardings=everywhere)(params)):
         digest.update(np.asarray(sample).tobytes())
