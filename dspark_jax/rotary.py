@@ -45,8 +45,10 @@ def frequencies(head_dim: int, theta: float, scaling: RopeScaling) -> np.ndarray
             """The pair, as a real number, that turns so often over the original length."""
             return head_dim * math.log(scaling.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-        low = max(math.floor(pair(scaling.fast)), 0)
-        high = min(math.ceil(pair(scaling.slow)), head_dim - 1)
+        low, high = pair(scaling.fast), pair(scaling.slow)
+        if scaling.whole_pairs:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, head_dim - 1)
         kept_h = 1 - (np.arange(head_dim // 2) - low) / max(high - low, 0.001)
     kept_h = np.clip(kept_h, 0, 1)
     return plain_h * kept_h + stretched_h * (1 - kept_h)

@@ -20,7 +20,8 @@ class RopeScaling:
 
     `factor` stretches wavelengths; `original_length` is the context before the stretch. llama3 blends between
     `low_factor` and `high_factor` turns over that length, yarn between `slow` and `fast` turns, and yarn scales the
-    table by `attention_factor`. proportional turns only the first `fraction` of the pairs.
+    table by `attention_factor`; with `whole_pairs` its ramp begins and ends at one of the pairs, as most models have it
+    (transformers: `truncate`). proportional turns only the first `fraction` of the pairs.
     """
 
     kind: Literal["linear", "llama3", "yarn", "proportional"]
@@ -32,6 +33,7 @@ class RopeScaling:
     slow: float = 1.0
     attention_factor: float = 1.0
     fraction: float = 1.0
+    whole_pairs: bool = True
 
     def __post_init__(self) -> None:
         require(self.factor > 0, f"rope factor = {self.factor}: expected a positive number")

@@ -61,6 +61,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama 3": ("Llama", LLAMA3 | {"head_dim": 16}),
     "llama, linear rope": ("Llama", rope("linear", factor=3.0)),
     "llama, yarn": ("Llama", YARN | {"head_dim": 16}),
+    "llama, yarn, not truncated": (
+        "Llama",
+        rope("yarn", factor=4.0, original_max_position_embeddings=32, truncate=False) | {"head_dim": 16},
+    ),
     "mistral, window": ("Mistral", rope() | {"sliding_window": WINDOW, "head_dim": 12}),
     "mistral, no window": ("Mistral", rope() | {"sliding_window": None}),
     "qwen2": ("Qwen2", rope() | {"tie_word_embeddings": True}),

@@ -160,7 +160,6 @@ def test_generation_config_adds_end_ids(tmp_path: Path) -> None:
         ({"rope_parameters": {"rope_theta": 5e3, "rope_type": "dynamic", "factor": 4.0}}, "dynamic"),
         ({"rope_parameters": {"rope_theta": 5e3, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_parameters and rope_scaling disagree"),
-        ({"rope_parameters": {"rope_theta": 5e3, "rope_type": "yarn", "factor": 4.0, "truncate": False}}, "truncate"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling of type linear lacks 'factor'"),
         ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "rope_scaling of type llama3 lacks 'high_freq_factor'"),
         ({"rope_parameters": {"rope_theta": 5e3, "surprise": 1}}, "unknown key 'rope_parameters.surprise' = 1"),

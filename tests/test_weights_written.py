@@ -31,6 +31,7 @@ TARGET = make_target()
 WRITTEN: dict[str, list[dict[str, Any]]] = {
     "deepspec": [
         {"rope_scaling": RopeScaling("yarn", factor=4.0, original_length=64, attention_factor=1.25)},
+        {"rope_scaling": RopeScaling("yarn", factor=4.0, original_length=64, whole_pairs=False)},
         {"embed_scale": 5.5, "logit_softcap": 30.0},
         GEMMA_FIELDS,
         GEMMA_FIELDS | {"value_is_key": False, "logit_softcap": 0.0, "rope_scaling": None, "ids": IDS},

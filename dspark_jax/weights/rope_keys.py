@@ -67,8 +67,6 @@ def _scaling(where: object, key: str, rope: Mapping[str, Any], settings: Mapping
             " proportional, and partial_rotary_factor with the last only"
         )
     _refuse_unknown(where, key, rope, _INSIDE)
-    if kind == "yarn" and rope.get("truncate") is False:
-        raise ConfigError(f"{where}: {key}.truncate = False is not supported: the ends of YaRN's ramp are whole here")
     original = rope.get("original_max_position_embeddings") or settings.get("max_position_embeddings", 0)
     needed = {"linear": ("factor",), "llama3": ("factor", "high_freq_factor", "low_freq_factor")}
     for name in needed.get(kind, ()):
@@ -101,6 +99,7 @@ def _scaling(where: object, key: str, rope: Mapping[str, Any], settings: Mapping
                 fast=float(rope.get("beta_fast") or 32),
                 slow=float(rope.get("beta_slow") or 1),
                 attention_factor=float(attention),
+                whole_pairs=rope.get("truncate") is not False,
             )
     return None
 
@@ -131,4 +130,5 @@ def write_rope(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
         raw |= {"low_freq_factor": scaling.low_factor, "high_freq_factor": scaling.high_factor}
     if scaling.kind == "yarn":
         raw |= {"beta_fast": scaling.fast, "beta_slow": scaling.slow, "attention_factor": scaling.attention_factor}
+        raw |= {} if scaling.whole_pairs else {"truncate": False}
     return raw
