@@ -28,6 +28,8 @@ SETTINGS = bench.Settings(tokens=10, limit=2, single=1)
 class Words:
     """The one call of a tokenizer that the benchmark makes: an id a word."""
 
+    template_hash = "words"
+
     def chat(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> list[int]:
         return [len(word) % 30 for word in messages[0]["content"].split()]
 

@@ -23,6 +23,8 @@ WORDS = ["how", "much", "is", "twelve", "times", "three", "and", "what", "will",
 class Words:
     """The one call of a tokenizer that the commands make: an id a word."""
 
+    template_hash = "words"
+
     def chat(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> list[int]:
         return [sum(map(ord, word)) % 38 for word in messages[0]["content"].split()]
 

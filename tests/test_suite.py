@@ -25,6 +25,8 @@ TEXTS = {
 class Words:
     """The one call of a tokenizer that the evaluation makes: an id a word."""
 
+    template_hash = "words"
+
     def chat(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> list[int]:
         return [len(word) % 30 for word in messages[0]["content"].split()]
 
