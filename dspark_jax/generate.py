@@ -171,7 +171,9 @@ def _draft_round(
         verdict = verify_lib.verify_greedy(jnp.argmax(logits_RSV, axis=-1), sample.tokens_RG, lengths_R)
     else:
         d2t_V = weights.frozen.draft_to_target_V
-        t2d_V = None if d2t_V is None else verify_lib.inverse_map(d2t_V, models.target.vocab_size)
+        t2d_V = None
+        if d2t_V is not None and sample.support_RGK is None:  # a shortlist names target ids
+            t2d_V = verify_lib.inverse_map(d2t_V, models.target.vocab_size)
         verify = verify_lib.verify_block if models.verifier == "block" else verify_lib.verify_tokens
         accept_key_R, next_key_R = keys[:, num_drafts], keys[:, num_drafts + 1]
         verdict = verify(accept_key_R, next_key_R, request_law(logits_RSV, *rows), sample, lengths_R, t2d_V)
