@@ -177,7 +177,7 @@ def test_meshes_and_page_layouts_change_no_token():
     for name in ("mesh", "multiplied out", "ragged", "ragged scanned mesh"):
         assert told[name] == told["one"], name
     assert all(told["split"])
-    # On a GPU: each device with its own 2 of 4 heads; both layers are alike and so lowered once.
     exact = [share for share in told["bench"] if share is not None]
     assert exact and set(exact) == {1.0}, "serve.bench --tensor 2"
+    # On a GPU: each device with its own 2 of 4 heads; both layers are alike and so lowered once.
     assert told["cudnn"] == ["2x1x2x16xbf16"]
