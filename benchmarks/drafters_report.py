@@ -26,6 +26,8 @@ PAIRS = (
     ("dspark-2-rnn", "dspark-2-vanilla", "a small gain (paper)"),
     ("dspark-2-kda", "dspark-2-vanilla", ""),
     ("dspark-2-ngram", "dspark-2-vanilla", ""),
+    ("dspark-2-corpus", "dspark-2-vanilla", ""),
+    ("dspark-2-corpus", "eagle-3", ""),
 )
 
 

@@ -1,4 +1,4 @@
-"""Eleven drafters for SmolLM2-135M-Instruct that learn from the same batches: what benchmarks/drafters.py compares."""
+"""Twelve drafters for SmolLM2-135M-Instruct that learn from the same batches: what benchmarks/drafters.py compares."""
 
 import dataclasses
 
@@ -48,6 +48,7 @@ def get_drafters() -> dict[str, Config]:
         "dspark-5-vanilla": drafter(num_layers=5),
     }
     made |= {f"dspark-2-{kind}": drafter(markov_head_type=kind) for kind in ("gated", "rnn", "kda", "ngram")}
+    made["dspark-2-corpus"] = dataclasses.replace(common, train=dataclasses.replace(common.train, markov_init="corpus"))
     # DFlash 2 is trained as by its public trainers: the backbone's own logits rank the candidates, so they learn too,
     # and a law over 16 candidates has no total variation to learn from. One row of its block is the anchor's: no draft.
     dflash_2 = drafter(algorithm="dflash2", layout="fill_in", block_size=6, markov_rank=0, selector_rank=64)
