@@ -8,15 +8,15 @@ L layers, P pages.
 
 import dataclasses
 import math
-from typing import Any, Literal
+from typing import Literal
 
-from dspark_jax.drafter_shape import HEAD_SIZES as HEAD_SIZES
-from dspark_jax.drafter_shape import SIZE_FIELDS as SIZE_FIELDS
-from dspark_jax.drafter_shape import AlgorithmName as AlgorithmName
 from dspark_jax.drafter_shape import DrafterConfig as DrafterConfig
 from dspark_jax.drafter_shape import Layout as Layout
 from dspark_jax.drafter_shape import MarkovHeadType as MarkovHeadType
 from dspark_jax.drafter_shape import plain_drafter as plain_drafter
+from dspark_jax.kinds import KINDS, foreign
+from dspark_jax.kinds import AlgorithmName as AlgorithmName
+from dspark_jax.kinds.dspark import SIZE_FIELDS as SIZE_FIELDS
 from dspark_jax.shapes import ConfigError as ConfigError
 from dspark_jax.shapes import Family as Family
 from dspark_jax.shapes import LayerShape as LayerShape
@@ -125,6 +125,9 @@ class DraftSettings:
     selector_rank: int = 256
     selector_top_k: int = 16
     selector_tied: bool = False
+
+    def __post_init__(self) -> None:
+        require(self.algorithm in KINDS, f"draft algorithm {self.algorithm!r}: expected one of {', '.join(KINDS)}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,8 +282,8 @@ class Config:
     def __post_init__(self) -> None:
         draft = self.draft
         require(
-            draft.algorithm != "lm" or not (self.loss.base_until or self.loss.base_ce),
-            "loss base_until, base_ce: an lm drafter has no logits before a sequential head",
+            not KINDS[draft.algorithm].whole_model or not (self.loss.base_until or self.loss.base_ce),
+            f"loss base_until, base_ce: an {draft.algorithm} drafter has no logits before a sequential head",
         )
         if self.train.markov_init == "corpus":
             require(
@@ -308,10 +311,11 @@ def drafter_config(settings: DraftSettings, target: TargetConfig) -> DrafterConf
         settings.mask_token_id not in target.eos_token_ids,
         f"draft mask_token_id = {settings.mask_token_id} ends a text: choose an id that no text contains",
     )
-    ids = settings.target_layer_ids or evenly_spaced_layers(target.num_layers, settings.num_taps)
-    settings = _only_own(settings)
-    ids = () if settings.algorithm == "mtp" else ids
-    if settings.algorithm == "lm":
+    kind, settings = KINDS[settings.algorithm], _only_own(settings)
+    ids = settings.target_layer_ids
+    if kind.taps and not ids:
+        ids = evenly_spaced_layers(target.num_layers, settings.num_taps)
+    if kind.whole_model:
         sizes = {"num_layers": settings.num_layers, "d_ff": settings.d_ff or target.d_ff, "layer_windows": ()}
         whole = dataclasses.replace(target, **sizes)
         return plain_drafter(whole, settings.block_size, settings.confidence_head)
@@ -338,60 +342,22 @@ def drafter_config(settings: DraftSettings, target: TargetConfig) -> DrafterConf
         layer_causal=settings.layer_causal,
         embed_scale=target.embed_scale,
         logit_softcap=target.logit_softcap,
-        **_own_fields(settings),
+        **kind.own_fields(settings),
     )
-
-
-def _own_fields(settings: DraftSettings) -> dict[str, Any]:
-    """What only the drafters of one algorithm have."""
-    match settings.algorithm:
-        case "dspark":
-            kind, rank = settings.markov_head_type, settings.markov_rank
-            usual, prefix = HEAD_SIZES.get(kind, {}), settings.pure_draft_prefix_len
-            sizes = {field: getattr(settings, field) or usual.get(field, 0) for field in SIZE_FIELDS}
-            return sizes | {
-                "markov_rank": rank,
-                "markov_head_type": kind,
-                "markov_tied": settings.markov_tied,
-                "confidence_with_markov": settings.confidence_with_markov and rank > 0 and kind != "domino",
-                "pure_draft_prefix_len": int(kind == "domino") if prefix is None else prefix,
-            }
-        case "dflash2":
-            return {name: getattr(settings, name) for name in _SELECTOR}
-        case "eagle3" | "mtp":
-            return {}
-    return {}  # of no algorithm: DrafterConfig says so
-
-
-# What an algorithm that does not read a setting has in its place: of the Markov head, and of DFlash 2.
-_NO_MARKOV = {"markov_rank": 0, "confidence_with_markov": False} | {
-    name: getattr(DraftSettings, name)
-    for name in ("markov_head_type", "markov_tied", *SIZE_FIELDS, "pure_draft_prefix_len")
-}
-_SELECTOR = ("conv_group_size", "selector_rank", "selector_top_k", "selector_tied")
-_NO_SELECTOR = {name: getattr(DraftSettings, name) for name in _SELECTOR}
 
 
 def _only_own(settings: DraftSettings) -> DraftSettings:
     """The settings with what the algorithm does not use as it has it. It may stand so already, or as it is by default;
     raises ConfigError for anything else, by name."""
-    kind, unused = settings.algorithm, {}
-    if kind != "dspark":
-        unused |= _NO_MARKOV
-    if kind != "dflash2":
-        unused |= _NO_SELECTOR
-    if kind in ("eagle3", "mtp", "lm"):
-        unused |= {"layout": "anchor_first", "mask_token_id": -1}
-    if kind in ("eagle3", "mtp"):
-        unused |= {"num_layers": 1}
-    if kind in ("mtp", "lm"):
+    name, kind = settings.algorithm, KINDS[settings.algorithm]
+    unused = {field: getattr(DrafterConfig, field) for field in foreign(name)} | dict(kind.fixed)
+    if not kind.taps:
         unused |= {"num_taps": 0, "target_layer_ids": ()}
-    if kind == "lm":
-        unused |= {"draft_vocab_size": 0, "layer_windows": (), "layer_causal": ()}
+    unused = {field: value for field, value in unused.items() if hasattr(DraftSettings, field)}
     for field, value in unused.items():
         found = getattr(settings, field)
         require(
             found in (value, getattr(DraftSettings, field)),
-            f"draft {field} = {found!r}: {kind} drafters have {value!r}; leave it out",
+            f"draft {field} = {found!r}: {name} drafters have {value!r}; leave it out",
         )
     return dataclasses.replace(settings, **unused)

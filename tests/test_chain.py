@@ -218,14 +218,14 @@ def test_fresh_weights_are_deepspecs(name: str) -> None:
     ("algorithm", "changes", "message"),
     [
         ("eagle3", {"num_layers": 2}, "num_layers = 2: eagle3 has 1 and nothing else"),
-        ("eagle3", {"markov_rank": 8}, "markov_rank = 8: eagle3 has 0"),
+        ("eagle3", {"markov_rank": 8}, "markov_rank = 8: not a setting of eagle3"),
         ("eagle3", {"layout": "fill_in"}, "layout = 'fill_in': eagle3 has 'anchor_first'"),
         ("eagle3", {"mask_token_id": 3}, "mask_token_id = 3: eagle3 has -1"),
         ("eagle3", {"layer_windows": (4,)}, r"layer_windows = \(4,\): eagle3 has \(\)"),
         ("eagle3", {"target_layer_ids": ()}, "target_layer_ids is empty"),
         ("mtp", {"target_layer_ids": (0,)}, r"target_layer_ids = \(0,\): mtp taps no layer"),
-        ("mtp", {"own_head": True}, "own_head: not settings of mtp"),
-        ("dspark", {"qk_norm": False}, "qk_norm, norm_before_residual, own_head: not settings of dspark"),
+        ("mtp", {"own_head": True}, "own_head = True: not a setting of mtp"),
+        ("dspark", {"qk_norm": False}, "qk_norm = False: not a setting of dspark"),
     ],
 )
 def test_what_makes_no_sense_is_refused_by_name(algorithm: str, changes: dict[str, Any], message: str) -> None:

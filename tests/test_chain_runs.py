@@ -85,7 +85,7 @@ def test_settings_become_the_drafter_they_describe() -> None:
         ({"markov_rank": 8}, "draft markov_rank = 8: eagle3 drafters have 0; leave it out"),
         ({"num_layers": 2}, "draft num_layers = 2: eagle3 drafters have 1"),
         ({"mask_token_id": 39}, "draft mask_token_id = 39: eagle3 drafters have -1"),
-        ({"selector_rank": 8}, "draft selector_rank = 8: eagle3 drafters have 256"),
+        ({"selector_rank": 8}, "draft selector_rank = 8: eagle3 drafters have 0"),
         (
             {"algorithm": "dflash2", "markov_head_type": "kda"},
             "markov_head_type = 'kda': dflash2 drafters have 'vanilla'",

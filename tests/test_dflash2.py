@@ -321,9 +321,9 @@ def test_the_labels_cross_entropy_is_over_the_candidates_with_the_label_among_th
         ({"selector_rank": 0}, "selector_rank = 0"),
         ({"selector_top_k": 0}, "selector_top_k = 0: expected 1 to 40"),
         ({"selector_top_k": 41}, "selector_top_k = 41: expected 1 to 40"),
-        ({"markov_rank": 4}, "markov_rank = 4: DFlash 2 has its selector"),
-        ({"family": "gemma4"}, "family 'gemma4': layers of DFlash 2 are Qwen3's"),
-        ({"algorithm": "dspark"}, "conv_group_size = 8: a drafter of algorithm 'dspark' has none"),
+        ({"markov_rank": 4}, "markov_rank = 4: not a setting of dflash2"),
+        ({"family": "gemma4"}, "family = 'gemma4': dflash2 has 'qwen3' and nothing else"),
+        ({"algorithm": "dspark"}, "conv_group_size = 8: not a setting of dspark"),
     ],
 )
 def test_settings_that_make_no_drafter_are_refused(changes: dict[str, object], message: str) -> None:

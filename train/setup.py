@@ -189,7 +189,7 @@ def build(config: Config, resumed: RunFacts | None) -> Run:
 def _drafter(config: Config, target: TargetConfig) -> DrafterConfig:
     """The drafter of a run. A language model that training starts from has a shape of its own, not the target's."""
     drafter, path = drafter_config(config.draft, target), config.train.start_from
-    if drafter.algorithm != "lm" or not path:
+    if not drafter.kind.whole_model or not path:
         return drafter
     whole = read_target(path, only=())[0]
     for field in ("num_layers", "d_ff"):

@@ -28,7 +28,7 @@ def written_weights(
         for size in (config.draft_vocab_size, drafter.draft_vocab_size):
             require(size > 0, f"train recount_vocabulary: {path} and the run both need a reduced draft vocabulary")
         config = dataclasses.replace(config, draft_vocab_size=drafter.draft_vocab_size)
-    if config.algorithm == drafter.algorithm == "lm":
+    if config.kind.whole_model and drafter.kind.whole_model:
         config = dataclasses.replace(config, block_size=drafter.block_size)  # it may draft any number
     params = jax.tree.map(jax.numpy.asarray, params)
     if _can_grow(config, drafter):
@@ -43,7 +43,7 @@ def written_weights(
 def _can_grow(written: DrafterConfig, drafter: DrafterConfig) -> bool:
     """Whether further layers can begin as nothing. Gemma's normalise what a layer adds, so zeros there learn nothing;
     layers with rules of their own would need new ones."""
-    plain = written.algorithm == "dspark" and written.family == "qwen3"
+    plain = written.kind.can_grow and written.family == "qwen3"
     return plain and written.num_layers < drafter.num_layers and not (written.layer_windows or written.layer_causal)
 
 

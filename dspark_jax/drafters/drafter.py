@@ -39,12 +39,12 @@ class Drafter:
         anchors_BA = jnp.asarray(anchors_BA, jnp.int32)
         if keep_BA is not None:
             anchors_BA = jnp.where(jnp.asarray(keep_BA, bool), anchors_BA, 0)
-        plain = self.config.algorithm == "lm"  # whose width is its own
+        plain = self.config.kind.whole_model  # whose width is its own
         wanted = (len(self.config.target_layer_ids), taps_BSMD.shape[-1] if plain else self.config.d_model)
         if taps_BSMD.ndim != 4 or taps_BSMD.shape[2:] != wanted:
             raise ConfigError(f"target features have shape {taps_BSMD.shape}: expected [batch, sequence, {wanted}]")
-        if hidden_BSD is None and self.config.algorithm == "mtp":
-            raise ConfigError("MTP drafts from the target's hidden states: give hidden_BSD")
+        if hidden_BSD is None and self.config.kind.reads_hidden:
+            raise ConfigError(f"{self.config.algorithm} drafts from the target's hidden states: give hidden_BSD")
         taps_BSMD, shape = jnp.asarray(taps_BSMD), (*taps_BSMD.shape[:2], self.config.d_model)
         hidden_BSD = jnp.zeros(shape, jnp.float32) if hidden_BSD is None else jnp.asarray(hidden_BSD)
         committed = Committed(jnp.asarray(tokens_BS, jnp.int32), taps_BSMD, hidden_BSD)

@@ -88,7 +88,7 @@ class DrafterCheckpoint:
             whole = f"{c.language_model.family}, {c.num_layers} layers of width {c.d_model}"
             return f"a language model ({whole}) as a plain draft model, {c.num_drafts} drafts a block"
         block = "DSpark" if c.markov_rank or c.confidence_head else "DFlash"
-        kind = {"dflash2": "DFlash 2", "eagle3": "EAGLE-3", "mtp": "MTP"}.get(c.algorithm, block)
+        kind = c.kind.title or block
         taps = ", ".join(map(str, c.target_layer_ids))
         return f"{self.form.title} format, {kind}, {c.layout}, {c.num_drafts} drafts a block, target layers {taps}"
 
@@ -178,7 +178,7 @@ def read_drafter(path: str | Path, target: Any) -> tuple[DrafterConfig, dict[str
 def check_fits(checkpoint: DrafterCheckpoint, target: Any) -> None:
     """Raises ConfigError where what a checkpoint brings of its own is not this loaded target's: copies, tokens."""
     check_copies(checkpoint, target.params)
-    if checkpoint.config.algorithm == "lm":
+    if checkpoint.config.kind.whole_model:
         tokenizers = checkpoint.tokenizer, target.config, target.tokenizer
         language_model.check_tokens(checkpoint.where, checkpoint.config, *tokenizers)
 
@@ -260,9 +260,10 @@ def _by_table(form: Format, config: DrafterConfig, params: dict[str, Any]) -> di
 
 def native_format(config: DrafterConfig) -> str:
     """The format in which a training run writes its drafter: DeepSpec's where it can say what the drafter is."""
-    if config.algorithm in ("dflash2", "mtp", "lm"):
-        return {"dflash2": zlab.FORMAT_2, "mtp": mtp.FORMAT, "lm": language_model.FORMAT}[config.algorithm].name
-    return deepspec.FORMAT.name if config.layout == "anchor_first" else speculators.FORMAT.name
+    names, usual = writable(config.algorithm), [speculators.FORMAT.name]
+    if config.layout == "anchor_first":
+        usual = [deepspec.FORMAT.name, *usual]
+    return next((name for name in usual if name in names), names[0])
 
 
 def check_writable(format_name: str, config: DrafterConfig) -> None:

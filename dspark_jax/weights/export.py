@@ -56,7 +56,7 @@ def export(checkpoint_path: str, out: str, format_name: str, target_path: str = 
     place = cli.drafter_folder(checkpoint_path)
     target = read_target(target_path, only=("embed", "head")) if target_path else None
     checkpoint = open_drafter(place, target[0] if target else None)
-    if checkpoint.config.algorithm == "lm":
+    if checkpoint.config.kind.whole_model:
         raise ConfigError(f"{checkpoint_path}: a language model; servers read it as it is, so there is nothing to do")
     reduced = checkpoint.draft_to_target is not None and not checkpoint.config.own_head
     if target is None and reduced and format_name in ("speculators", "specforge") and HEAD not in checkpoint.copies:
