@@ -78,7 +78,7 @@ def engines(target: Target, drafter: Drafter, path: Path, longest: int, tokens: 
     context = positions(longest, tokens, drafter.config.num_drafts)
     config = EngineConfig(
         max_requests=max(REQUESTS), request_sizes=REQUESTS, max_context=-(-context // 128) * 128,
-        prefill_lengths=(128,),
+        prefill_lengths=(80,),  # holds most of the built-in prompts: a chunk costs what its places cost
     )  # fmt: skip
     temperatures = read_temperatures(path, drafter.config.num_drafts)
     return Engine(target, None, config), Engine(target, drafter, config, temperatures)

@@ -1,6 +1,7 @@
 """The confidence temperatures stored beside a drafter. No model, no clock."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ def read_temperatures(drafter: Path, num_drafts: int) -> np.ndarray:
 def write_temperatures(drafter: Path, temperatures: np.ndarray, report: dict[str, Any]) -> Path:
     """Writes the file that `read_temperatures` reads, atomically, with what was measured."""
     path = drafter / FILE
-    part = path.with_suffix(".part")
+    part = path.with_name(f".{FILE}.{os.getpid()}.tmp")  # two calibrations at a time share nothing
     part.write_text(json.dumps({"temperatures": [float(t) for t in temperatures]} | report, indent=1) + "\n")
     part.replace(path)
     return path

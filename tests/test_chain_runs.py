@@ -90,7 +90,7 @@ def test_settings_become_the_drafter_they_describe() -> None:
             {"algorithm": "dflash2", "markov_head_type": "kda"},
             "markov_head_type = 'kda': dflash2 drafters have 'vanilla'",
         ),
-        ({"algorithm": "dspark", "selector_top_k": 3}, "draft selector_top_k = 3: dspark drafters have 16"),
+        ({"algorithm": "dspark", "selector_top_k": 3}, "draft selector_top_k = 3: dspark drafters have 0"),
         ({"layout": "fill_in"}, "draft layout = 'fill_in'"),
         ({"algorithm": "mtp", "target_layer_ids": (0,)}, r"draft target_layer_ids = \(0,\): mtp drafters have \(\)"),
         ({"algorithm": "mtp", "num_taps": 3}, "draft num_taps = 3: mtp drafters have 0"),
