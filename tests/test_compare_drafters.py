@@ -32,8 +32,10 @@ def test_each_drafter_exists_and_is_trained_like_the_others(name: str) -> None:
     made = drafter_config(config.draft, SMOLLM2)
     check_writable(native_format(made), made)
     assert (made.num_drafts, made.draft_vocab_size, made.confidence_head) == (5, 8192, True)
-    same = "target", "data", "optimizer", "train", "mesh"
+    same = "target", "data", "optimizer", "mesh"
     assert [getattr(config, group) for group in same] == [getattr(common, group) for group in same]
+    start = "corpus" if name == "dspark-2-corpus" else "random"
+    assert config.train == dataclasses.replace(common.train, markov_init=start)
     # The cache of one training serves all: nobody taps a layer that the others do not.
     assert set(made.target_layer_ids) <= set(drafter_config(common.draft, SMOLLM2).target_layer_ids)
     sizes = drafters_measure.parameters(made)
