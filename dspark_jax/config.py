@@ -219,7 +219,8 @@ class TrainSettings:
     """Parts that a step's batch is worked off in, one after the other, so that its memory is that of one part."""
     seed: int = 42
     start_from: str = ""
-    """Folder of a drafter whose weights and draft vocabulary a new run starts with, further layers as nothing yet."""
+    """Folder of a drafter whose weights and draft vocabulary a new run starts with, further layers as nothing yet;
+    its blocks may have had another size."""
     recount_vocabulary: bool = False
     """With start_from: draft over the drafter's ids and the commonest of this run's; new ones start unbiased."""
     markov_init: Literal["random", "corpus"] = "random"

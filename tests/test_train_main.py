@@ -285,8 +285,22 @@ def test_a_run_can_start_from_a_written_drafter(
     whole = dataclasses.replace(moved, draft=dataclasses.replace(config.draft, draft_vocab_size=0))
     assert setup.build(moved, facts).draft_vocabulary is not None  # a resumed run has its weights already
     assert setup.build(whole, dataclasses.replace(facts, draft_vocabulary=None)).draft_vocabulary is None
-    assert run(tmp_path, "--train.start-from", start, "--draft.block-size", "3") == 2
-    assert "its block_size differ from the run's draft settings" in capsys.readouterr().err
+    assert run(tmp_path, "--train.start-from", start, "--draft.markov-rank", "3") == 2
+    assert "its markov_rank differ from the run's draft settings" in capsys.readouterr().err
+
+
+def test_a_run_may_draft_longer_blocks_than_the_drafter_it_starts_from(straight: Path, tmp_path: Path) -> None:
+    start, config = straight / "drafter", load_config(CONFIG)
+    size = config.draft.block_size + 3
+    draft = dataclasses.replace(config.draft, block_size=size)
+    train = dataclasses.replace(config.train, start_from=str(start))
+    run_ = setup.build(dataclasses.replace(config, draft=draft, train=train), None)
+    _, written, _ = read_drafter(start, tiny_target())
+    given = jax.tree.map(np.asarray, run_.first_state().params)
+    jax.tree.map(np.testing.assert_array_equal, given, jax.tree.map(np.asarray, written))
+    longer = ("--train.start-from", str(start), "--draft.block-size", str(size), "--train.max-steps", "2")
+    assert run(tmp_path / "longer", *longer) == 0
+    assert read_drafter(tmp_path / "longer" / "drafter", tiny_target())[0].block_size == size
 
 
 def test_a_deeper_drafter_begins_as_the_written_one_and_learns_in_every_layer(

@@ -17,8 +17,9 @@ def written_weights(
 ) -> tuple[Params, np.ndarray | None]:
     """Weights and draft vocabulary of the drafter that `train.start_from` names.
 
-    The run's drafter may have more layers. The size of the vocabulary may differ where it is counted again. Raises
-    ConfigError where anything else of its shape is not the run's.
+    The run's drafter may have more layers, and blocks of another size, on which no weight depends. The size of the
+    vocabulary may differ where it is counted again. Raises ConfigError where anything else of its shape is not the
+    run's.
     """
     path = settings.start_from
     # What a drafter has copies of is compared with the target's own, which must be whole on this host for that.
@@ -28,8 +29,8 @@ def written_weights(
         for size in (config.draft_vocab_size, drafter.draft_vocab_size):
             require(size > 0, f"train recount_vocabulary: {path} and the run both need a reduced draft vocabulary")
         config = dataclasses.replace(config, draft_vocab_size=drafter.draft_vocab_size)
-    if config.kind.whole_model and drafter.kind.whole_model:
-        config = dataclasses.replace(config, block_size=drafter.block_size)  # it may draft any number
+    if config.kind == drafter.kind and config.layout == drafter.layout:
+        config = dataclasses.replace(config, block_size=drafter.block_size)
     params = jax.tree.map(jax.numpy.asarray, params)
     if _can_grow(config, drafter):
         params = _deepened(params, config.num_layers, drafter.num_layers)
