@@ -12,11 +12,11 @@ from typing import Literal
 
 from dspark_jax.drafter_shape import DrafterConfig as DrafterConfig
 from dspark_jax.drafter_shape import Layout as Layout
-from dspark_jax.drafter_shape import MarkovHeadType as MarkovHeadType
 from dspark_jax.drafter_shape import plain_drafter as plain_drafter
-from dspark_jax.kinds import KINDS, foreign
+from dspark_jax.kinds import KINDS, dflash2, dspark, foreign
 from dspark_jax.kinds import AlgorithmName as AlgorithmName
 from dspark_jax.kinds.dspark import SIZE_FIELDS as SIZE_FIELDS
+from dspark_jax.kinds.dspark import MarkovHeadType as MarkovHeadType
 from dspark_jax.shapes import ConfigError as ConfigError
 from dspark_jax.shapes import Family as Family
 from dspark_jax.shapes import LayerShape as LayerShape
@@ -82,7 +82,7 @@ class LossConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class DraftSettings:
+class DraftSettings(dflash2.Settings, dspark.Settings):
     """The drafter of a training run; what is not named here is the target's own (see `drafter_config`).
 
     `algorithm` "eagle3" and "mtp" draft token by token: `block_size` of them with one layer, no mask token, no Markov
@@ -93,10 +93,8 @@ class DraftSettings:
     `target_layer_ids` empty picks `num_taps` layers by the paper's even spacing. `d_ff` 0 is the target's.
     `draft_vocab_size` > 0 drafts over that many ids, the most frequent of the training answers. `layer_windows` and
     `layer_causal` are those of DrafterConfig: a sliding window for each draft layer, which inside a block reaches both
-    ways, and the layers whose rows see none behind them. Each algorithm has settings of its own, which the others
-    refuse: DSpark those of its Markov head (fields of DrafterConfig; a size of 0 is what is usual
-    for the head's type, and `pure_draft_prefix_len` None is 1 for a domino head), DFlash 2 those of convolution and
-    selector.
+    ways, and the layers whose rows see none behind them. The bases are what some algorithms have for
+    themselves and the others refuse: DSpark its sequential head, DFlash 2 its convolution and selector.
     """
 
     mask_token_id: int = -1
@@ -106,25 +104,11 @@ class DraftSettings:
     layout: Layout = "anchor_first"
     num_taps: int = 5
     target_layer_ids: tuple[int, ...] = ()
-    markov_rank: int = 256
     confidence_head: bool = True
-    confidence_with_markov: bool = True
     draft_vocab_size: int = 0
-    markov_head_type: MarkovHeadType = "vanilla"
-    markov_tied: bool = False
-    cell_heads: int = 0
-    cell_size: int = 0
-    ngram_tokens: int = 0
-    hash_tables: int = 0
-    hash_rows: int = 0
-    pure_draft_prefix_len: int | None = None
     algorithm: AlgorithmName = "dspark"
     layer_windows: tuple[int, ...] = ()
     layer_causal: tuple[bool, ...] = ()
-    conv_group_size: int = 16
-    selector_rank: int = 256
-    selector_top_k: int = 16
-    selector_tied: bool = False
 
     def __post_init__(self) -> None:
         require(self.algorithm in KINDS, f"draft algorithm {self.algorithm!r}: expected one of {', '.join(KINDS)}")

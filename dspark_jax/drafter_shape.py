@@ -3,23 +3,20 @@
 import dataclasses
 from typing import Literal
 
-from dspark_jax.kinds import KINDS, AlgorithmName, Kind, foreign, lm
+from dspark_jax.kinds import KINDS, AlgorithmName, Kind, chains, dflash2, dspark, foreign, lm
 from dspark_jax.shapes import RopeScaling, TargetConfig, require
 
 Layout = Literal["anchor_first", "fill_in"]
-MarkovHeadType = Literal["vanilla", "gated", "rnn", "ngram", "hashed_ngram", "gdn", "kda", "mamba2", "domino"]
 
 
-@dataclasses.dataclass(frozen=True)
-class DrafterConfig:
-    """Shape of a drafter: `algorithm` says which module runs it (drafters/registry.py). What follows is about the
-    block-parallel ones (DFlash backbone, DSpark heads).
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DrafterConfig(lm.Shape, chains.Eagle3Shape, chains.LayerShape, dflash2.Shape, dspark.Shape):
+    """Shape of a drafter: `algorithm` says which module runs it (drafters/registry.py), and so which of the bases
+    counts. What follows is about the block-parallel ones (DFlash backbone, DSpark heads).
 
     Chain drafters (EAGLE-3, MTP) draft one token after the other with one layer of their own: `block_size` tokens, no
-    mask (`mask_token_id` -1), no Markov head. EAGLE-3 fuses `target_layer_ids`; MTP taps nothing, it reads the
-    target's last hidden state. Public EAGLE-3 drafters may have a layer without norms of queries and keys (`qk_norm`
-    False), a residual stream that starts after the norm (`norm_before_residual`), and a trained head of their own
-    instead of the target's (`own_head`).
+    mask (`mask_token_id` -1). EAGLE-3 fuses `target_layer_ids`; MTP taps nothing, it reads the target's last hidden
+    state. A plain draft model ("lm") is a whole decoder.
 
     `block_size` counts the rows of one draft pass (G in DeepSpec's layout, B in z-lab's); `layout` says what a
     row predicts: under 'anchor_first' row i predicts position a+1+i, so all rows are drafts; under 'fill_in'
@@ -32,18 +29,6 @@ class DrafterConfig:
     the head's logits; `logit_softcap` c > 0 then turns these x into c tanh(x / c), before a Markov head adds its bias
     or a selector its scores. `family`
     picks the layers; those of Gemma 4 may take their keys, before norm and rotation, for values (`value_is_key`).
-
-    `markov_head_type` is the sequential head (drafters/cells); `markov_rank` 0 is none. With `markov_tied` its table
-    W1 is a projection of the target's embedding. `HEAD_SIZES` in kinds/dspark.py says which of the sizes behind it a
-    type reads: heads of a recurrent cell and the width of each (of a GRU's state), the previous tokens that an n-gram
-    head looks at, hash tables an order of n-gram and rows of each. The first
-    `pure_draft_prefix_len` slots of a domino head get no bias.
-
-    DFlash 2 has a convolution in every draft layer, whose coefficients are shared by `conv_group_size` channels, and a
-    selector of rank `selector_rank` that chooses among the `selector_top_k` tokens that the backbone ranks highest.
-    `selector_tied`: its two codebooks are projections of the target's embedding rather than tables of their own.
-
-    A plain draft model ("lm") is a whole decoder, `language_model`, whose sizes are repeated here (`plain_drafter`).
     """
 
     vocab_size: int
@@ -62,10 +47,7 @@ class DrafterConfig:
     mask_token_id: int
     algorithm: AlgorithmName = "dspark"
     layout: Layout = "anchor_first"
-    markov_rank: int = 0
-    markov_head_type: MarkovHeadType = "vanilla"
     confidence_head: bool = False
-    confidence_with_markov: bool = False
     draft_vocab_size: int = 0
     layer_windows: tuple[int, ...] = ()
     layer_causal: tuple[bool, ...] = ()
@@ -75,21 +57,6 @@ class DrafterConfig:
     logit_softcap: float = 0.0
     family: Literal["qwen3", "gemma4"] = "qwen3"
     value_is_key: bool = False
-    markov_tied: bool = False
-    cell_heads: int = 0
-    cell_size: int = 0
-    ngram_tokens: int = 0
-    hash_tables: int = 0
-    hash_rows: int = 0
-    pure_draft_prefix_len: int = 0
-    conv_group_size: int = 0
-    selector_rank: int = 0
-    selector_top_k: int = 0
-    selector_tied: bool = False
-    qk_norm: bool = True
-    norm_before_residual: bool = False
-    own_head: bool = False
-    language_model: TargetConfig | None = None
 
     def __post_init__(self) -> None:
         require(self.algorithm in KINDS, f"drafter algorithm {self.algorithm!r}: expected one of {', '.join(KINDS)}")

@@ -346,3 +346,12 @@ def test_a_vocabulary_counted_again_keeps_what_is_known_of_each_id(straight: Pat
         np.testing.assert_array_equal(row, np.asarray(old["markov"]["w2"])[known[0]] if len(known) else 0 * row)
     with pytest.raises(ConfigError, match="recount_vocabulary needs start_from"):
         dataclasses.replace(settings, start_from="")
+
+
+@pytest.mark.parametrize("workdir", [(), ("--workdir", "x")], ids=["alone", "with a workdir"])
+def test_help_lists_the_settings_of_a_config(workdir: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--config", str(CONFIG), *workdir, "--help"])
+    shown = capsys.readouterr().out
+    assert end.value.code == 0
+    assert "--draft.markov-rank INT" in shown and "(default: 8)" in shown

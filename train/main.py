@@ -74,8 +74,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code 0 when the run finished or was stopped and saved, 2 for what the user must put right."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     wants_help = [option for option in given if option in ("-h", "--help")]
-    with_config = any(option.split("=")[0] == "--config" for option in given)
-    ours = [option for option in given if option not in wants_help] if with_config else given
+    names = {option.split("=")[0] for option in given}
+    ours = given
+    if wants_help and "--config" in names:  # the help of that config, which needs no place for a run
+        ours = [option for option in given if option not in wants_help]
+        ours += [] if "--workdir" in names else ["--workdir", "."]
     try:
         command, settings = tyro.cli(Command, args=ours, prog="train.main", return_unknown_args=True)
         config = tyro.cli(Config, args=settings + wants_help, default=load_config(command.config), prog="train.main")

@@ -29,7 +29,7 @@ def written_weights(
         for size in (config.draft_vocab_size, drafter.draft_vocab_size):
             require(size > 0, f"train recount_vocabulary: {path} and the run both need a reduced draft vocabulary")
         config = dataclasses.replace(config, draft_vocab_size=drafter.draft_vocab_size)
-    if config.kind == drafter.kind and config.layout == drafter.layout:
+    if config.algorithm == drafter.algorithm and config.layout == drafter.layout:
         config = dataclasses.replace(config, block_size=drafter.block_size)
     params = jax.tree.map(jax.numpy.asarray, params)
     if _can_grow(config, drafter):

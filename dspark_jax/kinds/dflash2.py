@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 from dspark_jax.kinds.base import Kind
@@ -9,6 +10,32 @@ from dspark_jax.shapes import require
 
 if TYPE_CHECKING:
     from dspark_jax.drafter_shape import DrafterConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Convolution and selector of a drafter."""
+
+    conv_group_size: int = 0
+    """Channels that share the coefficients of a convolution."""
+    selector_rank: int = 0
+    """Rank of the selector."""
+    selector_top_k: int = 0
+    """The tokens that it chooses among, those that the backbone ranks highest."""
+    selector_tied: bool = False
+    """Its two codebooks are projections of the target's embedding in place of tables of their own."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings(Shape):
+    """Those of a training run."""
+
+    conv_group_size: int = 16
+    """Channels that share the coefficients of a convolution."""
+    selector_rank: int = 256
+    """Rank of the selector."""
+    selector_top_k: int = 16
+    """The tokens that it chooses among, those that the backbone ranks highest."""
 
 
 def _check(config: DrafterConfig) -> None:
@@ -26,7 +53,7 @@ def _check(config: DrafterConfig) -> None:
 
 KIND = Kind(
     title="DFlash 2",
-    own=("conv_group_size", "selector_rank", "selector_top_k", "selector_tied"),
+    shapes=(Shape,),
     fixed={"family": "qwen3"},
     check=_check,
 )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import dataclasses
+from typing import TYPE_CHECKING, Any, Literal
 
 from dspark_jax.kinds.base import Kind
 from dspark_jax.shapes import require
@@ -11,8 +12,10 @@ if TYPE_CHECKING:
     from dspark_jax.config import DraftSettings
     from dspark_jax.drafter_shape import DrafterConfig
 
+MarkovHeadType = Literal["vanilla", "gated", "rnn", "ngram", "hashed_ngram", "gdn", "kda", "mamba2", "domino"]
+
 # The sizes that a head's type reads, each with a usual one; all other sizes are 0.
-HEAD_SIZES: dict[str, dict[str, int]] = {
+HEAD_SIZES: dict[MarkovHeadType, dict[str, int]] = {
     "vanilla": {},
     "gated": {},
     "rnn": {},
@@ -24,6 +27,50 @@ HEAD_SIZES: dict[str, dict[str, int]] = {
     "domino": {"cell_size": 1024},
 }
 SIZE_FIELDS = tuple(dict.fromkeys(field for sizes in HEAD_SIZES.values() for field in sizes))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Head:
+    """What shape and settings of the sequential head (drafters/cells) have in common."""
+
+    markov_head_type: MarkovHeadType = "vanilla"
+    """What the head makes of the tokens before a slot."""
+    markov_tied: bool = False
+    """Its table W1 is a projection of the target's embedding."""
+    cell_heads: int = 0
+    """Heads of a recurrent cell."""
+    cell_size: int = 0
+    """Width of each of them, or of a GRU's state."""
+    ngram_tokens: int = 0
+    """Previous tokens that an n-gram head looks at."""
+    hash_tables: int = 0
+    """Hash tables for each order of n-gram."""
+    hash_rows: int = 0
+    """Rows of each of them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape(_Head):
+    """The sequential head of a drafter; which sizes its type reads is said in `HEAD_SIZES`, all others are 0."""
+
+    markov_rank: int = 0
+    """0: no head, so the drafter is DFlash."""
+    confidence_with_markov: bool = False
+    """The confidence head reads the previous token's row of W1."""
+    pure_draft_prefix_len: int = 0
+    """The first slots of a domino head, which get no bias."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings(_Head):
+    """Those of a training run: a size of 0 is what is usual for the head's type."""
+
+    markov_rank: int = 256
+    """Rank of the sequential head; 0: none, which is DFlash."""
+    confidence_with_markov: bool = True
+    """The confidence head reads the previous token's row of W1 too, where there is one."""
+    pure_draft_prefix_len: int | None = None
+    """The first slots of a domino head, which get no bias; None: 1."""
 
 
 def _fields(settings: DraftSettings) -> dict[str, Any]:
@@ -83,9 +130,8 @@ def _check(c: DrafterConfig) -> None:
 
 
 KIND = Kind(
-    own=("markov_rank", "markov_head_type", "markov_tied", "confidence_with_markov", *SIZE_FIELDS,
-         "pure_draft_prefix_len"),
+    shapes=(Shape,),
     check=_check,
     fields=_fields,
     can_grow=True,
-)  # fmt: skip
+)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 from dspark_jax.kinds.base import Kind
-from dspark_jax.shapes import require
+from dspark_jax.shapes import TargetConfig, require
 
 if TYPE_CHECKING:
     from dspark_jax.drafter_shape import DrafterConfig
@@ -15,6 +16,14 @@ SHARED = (
     "vocab_size", "d_model", "d_ff", "num_layers", "num_heads", "num_kv_heads", "head_dim", "rope_theta", "norm_eps",
     "max_length",
 )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """The decoder that a plain draft model is."""
+
+    language_model: TargetConfig | None = None
+    """Its sizes are repeated in the drafter's own (`plain_drafter`)."""
 
 
 def _check(config: DrafterConfig) -> None:
@@ -28,7 +37,7 @@ def _check(config: DrafterConfig) -> None:
 
 
 KIND = Kind(
-    own=("language_model",),
+    shapes=(Shape,),
     fixed={
         "layout": "anchor_first", "mask_token_id": -1, "num_target_layers": 0, "draft_vocab_size": 0,
         "layer_windows": (), "layer_causal": (), "rope_scaling": None, "embed_scale": 1.0, "logit_scale": 1.0,
