@@ -37,13 +37,14 @@ class MarkovHead(nn.Module):
         if self.config.markov_tied:
             assert embedded is not None
             return Previous(tokens, layers.linear(embedded, self.tied), None)
-        return Previous(tokens, self.w1[tokens] if self.cell.has_rows else None, embedded)
+        return Previous(tokens, layers.rows_of(self.w1, tokens) if self.cell.has_rows else None, embedded)
 
     def bias(self, latent: jax.Array, ids: jax.Array | None = None) -> jax.Array:
         """[..., r] to float32 logits [..., V] that are added to the backbone's; with `ids`, only theirs [..., K]."""
         if ids is None:
             return layers.linear(latent, self.w2)
-        return jnp.einsum("...r,...Kr->...K", latent.astype(jnp.float32), self.w2[ids].astype(jnp.float32))
+        rows = layers.rows_of(self.w2, ids).astype(jnp.float32)
+        return jnp.einsum("...r,...Kr->...K", latent.astype(jnp.float32), rows)
 
     def project(self, hidden: jax.Array) -> Any:
         """What hidden states of blocks [..., G, D] give to the cell: one product for all slots, outside the scan."""

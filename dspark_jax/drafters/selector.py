@@ -40,15 +40,15 @@ class Selector(nn.Module):
     def predecessors(self, frozen: Frozen, ids: jax.Array) -> jax.Array:
         """Codes [..., r] of target ids."""
         if not self.config.selector_tied:
-            return self.predecessor[ids].astype(jnp.float32)
-        return layers.linear(frozen.embed_VD[ids], self.predecessor)
+            return layers.rows_of(self.predecessor, ids).astype(jnp.float32)
+        return layers.linear(layers.rows_of(frozen.embed_VD, ids), self.predecessor)
 
     def successors(self, frozen: Frozen, ids: jax.Array) -> jax.Array:
         """Codes [..., r] of draft ids."""
         if not self.config.selector_tied:
-            return self.successor[ids].astype(jnp.float32)
+            return layers.rows_of(self.successor, ids).astype(jnp.float32)
         target_ids = ids if frozen.draft_to_target_V is None else frozen.draft_to_target_V[ids]
-        return layers.linear(frozen.embed_VD[target_ids], self.successor)
+        return layers.linear(layers.rows_of(frozen.embed_VD, target_ids), self.successor)
 
 
 def pair_scores(query: jax.Array, codes: jax.Array) -> jax.Array:

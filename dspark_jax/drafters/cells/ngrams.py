@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax.drafters.cells.base import Cell, Previous, Weight, Weights, as_rows, zeros
-from dspark_jax.layers import linear
+from dspark_jax.layers import linear, rows_of
 
 _NONE = -1  # the id of a token before the block
 
@@ -51,10 +51,11 @@ class Ngram(_Window):
 
     def latent(self, w: Weights, window: jax.Array, previous: Previous, projected: Any) -> jax.Array:
         assert previous.row is not None
-        latent = previous.row.astype(jnp.float32)
+        latent, table = previous.row.astype(jnp.float32), w["ngram"].reshape(-1, self.config.markov_rank)
         for back in range(1, self.config.ngram_tokens):
             token = window[..., back]
-            latent += jnp.where((token != _NONE)[..., None], w["ngram"][back - 1, token].astype(jnp.float32), 0.0)
+            row = rows_of(table, (back - 1) * self.config.vocab_size + token)
+            latent += jnp.where((token != _NONE)[..., None], row.astype(jnp.float32), 0.0)
         return latent
 
 
@@ -93,7 +94,7 @@ class HashedNgram(_Window):
         vectors = []
         for order in range(2, c.ngram_tokens + 1):
             known = window[..., order - 1] != _NONE  # then all of the n-gram's tokens are
-            rows = w["hash_table"][self._places(window[..., :order])].astype(jnp.float32)
+            rows = rows_of(w["hash_table"], self._places(window[..., :order])).astype(jnp.float32)
             vectors.append(jnp.where(known[..., None], rows.reshape(*known.shape, c.markov_rank), 0.0))
         found = jnp.concatenate(vectors, axis=-1)
         score = jnp.mean(_rms(linear(found, w["hash_key"])) * _rms(projected), axis=-1, keepdims=True)
