@@ -66,6 +66,8 @@ def run(args: Args) -> list[dict[str, object]]:
 def main(argv: Sequence[str] | None = None) -> int:
     args = tyro.cli(Args, args=argv, description=__doc__)
     try:
+        if args.limit < 1:
+            raise ConfigError(f"--limit {args.limit}: expected at least 1")
         if args.json:
             report.check_writable(args.json)
         rows = run(args)
@@ -77,10 +79,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     table = Table("set", "temperature", "prompts", "accepted length", "95 % interval")
     for row in rows:
-        low, high = row["interval_95"]  # type: ignore[misc]
+        between = row["interval_95"]  # none of a single prompt
         table.add_row(
             str(row["set"]), f"{row['temperature']:g}", str(row["prompts"]), f"{row['accepted_length']:.2f}",
-            f"{low:.2f} to {high:.2f}",
+            "-" if between is None else "{:.2f} to {:.2f}".format(*between),  # type: ignore[misc]
         )  # fmt: skip
     Console().print(table)
     return 0

@@ -28,9 +28,9 @@ from rich.console import Console
 from benchmarks import drafters_measure, drafters_plots, drafters_report, drafters_train
 from dspark_jax import ConfigError, Target, load_drafter, load_target
 from dspark_jax.config import Config, drafter_config
+from dspark_jax.config_files import load_config, load_drafters
 from serve import report
 from serve.suite_sets import PromptSet, encode_sets, find_sets
-from train.main import load_config, load_drafters
 from train.tiny import TINY, tiny_target
 
 SETS = ("gsm8k", "humaneval", "mt-bench")
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = report.console()
     try:
         if args.markdown is not None:
-            print(drafters_report.markdown(_read(args.markdown)))
+            print(drafters_report.markdown(_results(args.markdown)))
             return 0
         # Orbax logs the traceback of a failed write, which is then reported as one line.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
@@ -141,6 +141,8 @@ def _runs(args: Args) -> dict[tuple[str, int], Config]:
     known = load_drafters(args.config)
     if unknown := [name for name in args.only if name not in known]:
         raise ConfigError(f"--only {' '.join(unknown)}: {args.config} has {', '.join(known)}")
+    if min(args.seeds, default=0) < 0:
+        raise ConfigError(f"--seeds {min(args.seeds)}: expected 0 or more")
     for field, least in (("steps", 0), ("batch_size", 0), ("limit", 1), ("tokens", 2)):
         if getattr(args, field) < least:
             raise ConfigError(f"--{field.replace('_', '-')} {getattr(args, field)}: expected at least {least}")
@@ -221,9 +223,20 @@ def _shared_settings(config: Config) -> dict[str, Any]:
 
 
 def _differences(config: Config, common: Config) -> list[str]:
-    """Where a drafter's loss is not the one that the others have."""
-    mine, theirs = dataclasses.asdict(config.loss), dataclasses.asdict(common.loss)
-    return [f"{name} = {value:g} ({theirs[name]:g})" for name, value in mine.items() if value != theirs[name]]
+    """Where a drafter's loss, optimiser or start is not what the others have."""
+    mine, theirs = (
+        dataclasses.asdict(one.loss) | dataclasses.asdict(one.optimizer)
+        | {"start_from": Path(one.train.start_from).name or "nothing"}
+        for one in (config, common)
+    )  # fmt: skip
+    return [f"{name} = {value} ({theirs[name]})" for name, value in mine.items() if value != theirs[name]]
+
+
+def _results(path: Path) -> dict[str, Any]:
+    found = _read(path)
+    if not all("rows" in one and "draft_seconds" in one for one in found.get("drafters", [{}])):
+        raise ConfigError(f"{path}: holds no results of benchmarks.drafters")
+    return found
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -210,7 +210,7 @@ def notes(result: Result) -> list[str]:
         f"Decoded: {sets}; {result['tokens']} new tokens each, in {result['drafters'][0]['dtype']}.",
     ]
     lines += [
-        f"Another loss: {name} has {', '.join(differs)}; in brackets what the others have."
+        f"Trained otherwise: {name} has {', '.join(differs)}; in brackets what the others have."
         for name in names(result)
         if (differs := runs(result, name)[0]["differs"])
     ]

@@ -83,6 +83,8 @@ def run(args: Args) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     args = tyro.cli(Args, args=argv, description=__doc__)
     try:
+        if args.limit < 1:
+            raise ConfigError(f"--limit {args.limit}: expected at least 1")
         if args.json:
             report.check_writable(args.json)
         result = run(args)

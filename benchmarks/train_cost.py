@@ -54,7 +54,7 @@ def _models(dtype: str, chunk: int, anchors: int, length: int) -> tuple[Any, Any
     import numpy as np
 
     from dspark_jax.config import LossConfig, OptimizerSettings, TargetConfig, TrainSettings, drafter_config
-    from train.main import load_config
+    from dspark_jax.config_files import load_config
     from train.objective import Batch, StepModels
 
     target = TargetConfig(

@@ -1,7 +1,6 @@
-"""Drafters of other depths and with other blocks, for question 3 of the evaluation (docs/results.md).
+"""Drafters of other depths and with other blocks, for question 3 of the evaluation; docs/results.md has the commands.
 
-python -m benchmarks.drafters --config configs/sizes_smollm2.py --only layers-1 layers-2 layers-5 ...
-python -m benchmarks.drafters --config configs/sizes_smollm2.py --only block-4 block-8 block-12 block-16 ...
+What is compared is the depths among each other, and the blocks: the two groups start and learn differently.
 """
 
 import dataclasses

@@ -229,6 +229,7 @@ class TrainSettings:
         )  # fmt: skip
         for field in positive:
             require(getattr(self, field) > 0, f"train {field} = {getattr(self, field)}: expected a positive number")
+        require(self.seed >= 0, f"train seed = {self.seed}: expected 0 or more")
         require(self.eval_every >= 0, f"train eval_every = {self.eval_every}: expected 0 (never) or more")
         require(
             self.batch_size % self.accumulation_steps == 0,

@@ -221,6 +221,8 @@ def generate(
     Raises ConfigError on an empty prompt, ids outside the vocabulary, or a prompt that does not fit the context.
     """
     params = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
+    if batch_size < 1:
+        raise ConfigError(f"batch_size = {batch_size}: expected at least 1")
     _check(target, drafter, prompts, max_new_tokens, params, verify, shortlist)
     greedy = all(p.temperature == 0 for p in params)
     models = _Models(target.config, drafter.config if drafter else None, greedy, verify, shortlist)

@@ -22,7 +22,6 @@ os.environ.setdefault("JAX_EXEC_TIME_OPTIMIZATION_EFFORT", "-1.0")
 import dataclasses
 import functools
 import math
-import runpy
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -38,6 +37,7 @@ from rich.table import Table
 
 from dspark_jax import scanned_target, sharding, slices
 from dspark_jax.config import ConfigError, DrafterConfig, MeshSettings, TargetConfig, drafter_config
+from dspark_jax.config_files import load_config, load_target_shape
 from dspark_jax.drafters.base import Frozen
 from dspark_jax.drafters.registry import algorithm
 from dspark_jax.hlo import traffic
@@ -115,11 +115,8 @@ def load_models(name: str) -> tuple[TargetConfig, DrafterConfig]:
     if not path.is_file():
         known = sorted(p.stem for p in CONFIGS.glob("*.py") if "def get_target" in p.read_text())
         raise ConfigError(f"--target-config {name}: no such file; known names: {', '.join(known) or 'none here'}")
-    functions = runpy.run_path(str(path))
-    if "get_target" not in functions:
-        raise ConfigError(f"--target-config {name}: {path.name} has no get_target(), which gives the target's shape")
-    target = functions["get_target"]()
-    return target, drafter_config(functions["get_config"]().draft, target)
+    target = load_target_shape(path, "--target-config")
+    return target, drafter_config(load_config(path, "--target-config").draft, target)
 
 
 def slice_mesh(topology: str, tensor: int, num_kv_heads: int) -> Mesh:

@@ -19,6 +19,7 @@ import tyro
 from rich.table import Table
 
 from dspark_jax import ConfigError, SamplingParams
+from dspark_jax.config import DrafterConfig
 from serve import load_plots, profile, report
 from serve.calibration import read_temperatures
 from serve.curves import Curves
@@ -47,7 +48,8 @@ class Args:
     """JSONL, {"turns": ["text"]} a line; without it built-in prompts of three domains."""
     limit: int = 24
     """Prompts a domain."""
-    policies: tuple[str, ...] = ("off", "fixed:2", "fixed:5", "threshold:0.5", "scheduled")
+    policies: tuple[str, ...] = ()
+    """Without any: off, fixed:2, verifying all drafts, threshold:0.5 and scheduled."""
     concurrency: tuple[int, ...] = (1, 2, 4, 8)
     """Users of the closed loops: each sends its next request when the last one is answered."""
     rates: tuple[float, ...] = ()
@@ -71,13 +73,22 @@ class Args:
 
     def check(self) -> None:
         """Raises ConfigError for settings that measure nothing."""
-        if not self.policies or not (self.concurrency or self.rates):
-            raise ConfigError("--policies and --concurrency (or --rates) must not be empty")
+        if not (self.concurrency or self.rates):
+            raise ConfigError("--concurrency and --rates: give at least one load")
+        if self.seed < 0:
+            raise ConfigError(f"--seed {self.seed}: expected 0 or more")
         if min((*self.concurrency, self.limit, self.requests, self.tokens - 1, self.repeats)) < 1:
             raise ConfigError("--concurrency, --limit, --requests and --repeats must be positive, --tokens at least 2")
         if self.rates and min(self.rates) <= 0:
             raise ConfigError(f"--rates {self.rates}: expected positive requests a second")
         SamplingParams(self.temperature)  # raises where it is none
+
+
+def usual_policies(drafter: DrafterConfig) -> tuple[str, ...]:
+    """What is compared where nobody says what: a threshold means nothing without confidences."""
+    fixed = dict.fromkeys(f"fixed:{count}" for count in (2, drafter.num_drafts) if count <= drafter.num_drafts)
+    threshold = ("threshold:0.5",) if drafter.confidence_head else ()
+    return ("off", *fixed, *threshold, "scheduled")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,6 +273,7 @@ def main(argv: Sequence[str]) -> int:
             report.make_folder(args.plots, "--plots")
         cache_programs()
         target, drafter, path = load_models(args.target, args.drafter, args.dtype, args.tensor)
+        args = dataclasses.replace(args, policies=args.policies or usual_policies(drafter.config))
         for policy in args.policies:
             parse(policy, drafter.config.num_drafts)
         prompts = encode(target, chosen, args.tokens)

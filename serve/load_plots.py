@@ -13,7 +13,7 @@ Row = Mapping[str, Any]
 
 def average(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Repeats of a load and policy as one row, in order of first appearance: means of times, rates and shares; counts
-    are the first repeat's."""
+    are the first repeat's. Tokens a second are those of all repeats over their seconds."""
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         groups.setdefault((row["users"], row["rate"], row["domain"], row["policy"]), []).append(row)
@@ -24,6 +24,7 @@ def average(rows: Sequence[Row]) -> list[dict[str, Any]]:
             numbers = [row[name] for row in group if row[name] is not None]
             if isinstance(value, float) and numbers:
                 mean[name] = float(np.mean(numbers))
+        mean["tokens_per_second"] = sum(row["tokens"] for row in group) / sum(row["seconds"] for row in group)
         mean["by_domain"] = {
             domain: {key: float(np.mean([row["by_domain"][domain][key] for row in group])) for key in drafts}
             for domain, drafts in group[0]["by_domain"].items()

@@ -34,16 +34,23 @@ def progress() -> Progress:
     return Progress(*columns, TextColumn("{task.description}"), console=console(), transient=True)
 
 
+# What a CPU multiplies matrices with, best first, as Linux calls it: one model name may stand for several of them.
+_VECTORS = ("amx_tile", "avx512_bf16", "avx512f", "avx2", "sve", "asimd")
+
+
 def machine() -> dict[str, Any]:
     """What a speed needs to be compared with another."""
-    names = []
+    names, flags = [], set()
     if Path("/proc/cpuinfo").is_file():
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n")
-        names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n"):
+            name, _, value = (part.strip() for part in line.partition(":"))
+            names += [value] if name == "model name" else []
+            flags |= set(value.split()) if name in ("flags", "Features") else set()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     devices = jax.devices()
     return {
         "cpu": names[0] if names else platform.processor(),
+        "vectors": next((vector for vector in _VECTORS if vector in flags), None),
         "cores": cores,
         "system": platform.platform(),
         "python": platform.python_version(),

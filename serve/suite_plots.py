@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from serve import calibrate, curves, law, load_plots, profile
 from serve.suite_numbers import ALL
@@ -125,23 +126,39 @@ def _blocks(result: Result, path: Path) -> None:
     layers = {d["name"]: d["layers"] for d in result["drafters"]}
     rows = [row for row in result["blocks"] if row["domain"] == ALL and row["accepted_length"] is not None]
     seconds = latencies(result)
-    figure = Figure(figsize=(9.5, 3.8), layout="constrained")
+    figure = Figure(figsize=(9.5, 4.4), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for name in _names(rows):
+    styles = dict(zip(sorted({r for _, r, _ in seconds}), ("-", "--", ":", "-."), strict=False))
+    names = list(dict.fromkeys([*_names(rows), *(name for name, _, _ in seconds)]))
+    for number, name in enumerate(names):
+        look = {"color": f"C{number}", "marker": "o", "markersize": 4}
         for t in _temperatures(mine := _of(rows, name)):
             line = sorted((row["block"], row["accepted_length"]) for row in mine if row["temperature"] == t)
-            left.plot(*zip(*line, strict=True), marker="o", label=f"{name}, {layers[name]} layers, T={t:g}")
-        for requests in sorted({r for drafter, r, _ in seconds if drafter == name}):
-            plain = seconds[name, requests, 0]
-            line = sorted((b, s / plain) for (d, r, b), s in seconds.items() if (d, r) == (name, requests) and b)
-            right.plot(*zip(*line, strict=True), marker="o", label=f"{name}, {requests} at a time")
+            left.plot(*zip(*line, strict=True), "--" if t else "-", **look)
+        for requests, style in styles.items():
+            line = sorted((b, s) for (d, r, b), s in seconds.items() if (d, r) == (name, requests) and b)
+            plain = seconds.get((name, requests, 0))
+            if line and plain:
+                right.plot(*zip(*((b, s / plain) for b, s in line), strict=True), style, **look)
     left.set_ylabel("tokens a round, mean of sets")
+    left.set_title("temperature 0 drawn through, others broken", fontsize=8)
     right.set_ylabel("full round over plain round")
+    right.set_title("requests at a time: " + ", ".join(f"{r} ({s})" for r, s in styles.items()), fontsize=8)
     for axis in (left, right):
         axis.set_xlabel("drafts a block")
         axis.grid(alpha=0.3)
-        if axis.lines:
-            axis.legend(fontsize=7)
+    handles = [
+        Line2D(
+            [],
+            [],
+            color=f"C{number}",
+            marker="o",
+            markersize=4,
+            label=f"{name}, {layers[name]} layer{'s' * (layers[name] > 1)}",
+        )
+        for number, name in enumerate(names)
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=7)
     figure.savefig(path, dpi=120)
 
 

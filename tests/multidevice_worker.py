@@ -13,11 +13,11 @@ import numpy as np
 from dspark_jax import sharding, tpu_attention
 from dspark_jax.attention import DEFAULT
 from dspark_jax.config import MeshSettings
+from dspark_jax.config_files import load_config
 from dspark_jax.hlo import traffic
 from dspark_jax.losses import Shares
 from train import data, hosts, setup
 from train.evaluate import to_batch
-from train.main import load_config
 from train.step import jitted_step, loss_and_gradients, state_shardings, train_step
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "tiny.py"

@@ -211,11 +211,21 @@ def test_load_pictures_are_drawn(both: tuple[Engine, Engine], curves: Curves, tm
     args = load.Args(policies=("off", "scheduled"), concurrency=(1, 2), requests=1, tokens=4, repeats=2)
     rows = load.run({False: both[0], True: both[1]}, curves, PROMPTS, args)
     means = load_plots.average(rows)
-    assert len(means) == 4 and means[0]["seconds"] == pytest.approx((rows[0]["seconds"] + rows[2]["seconds"]) / 2)
+    off = [row for row in rows if (row["users"], row["policy"]) == (1, "off")]
+    assert len(means) == 4 and means[0]["seconds"] == pytest.approx(sum(row["seconds"] for row in off) / 2)
+    whole = sum(row["tokens"] for row in off) / sum(row["seconds"] for row in off)
+    assert means[0]["tokens_per_second"] == pytest.approx(whole)
     load_plots.draw(rows, tmp_path)
     profile.plot(curves, tmp_path / "step-times.png")
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"pareto.png", "lengths.png", "domains.png", "step-times.png"}
+
+
+def test_usual_policies_are_those_that_a_drafter_can_follow(drafter: Drafter):
+    own = drafter.config
+    assert load.usual_policies(own) == ("off", "fixed:2", f"fixed:{own.num_drafts}", "threshold:0.5", "scheduled")
+    short = dataclasses.replace(own, block_size=1, confidence_head=False, confidence_with_markov=False)
+    assert load.usual_policies(short) == ("off", "fixed:1", "scheduled")
 
 
 def test_profile_measures_every_program_and_leaves_the_engine_empty(

@@ -10,10 +10,10 @@ import pytest
 
 from dspark_jax import ConfigError
 from dspark_jax.config import TrainSettings
+from dspark_jax.config_files import load_config
 from train import bigrams, data, setup
 from train.conversations import Record
 from train.evaluate import to_batch
-from train.main import load_config
 from train.step import train_step
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "tiny.py"

@@ -13,7 +13,8 @@ from tiny import good_chain, make_target, random_tokens
 
 from dspark_jax import ConfigError, generate, load_drafter
 from dspark_jax.config import DraftSettings, drafter_config
-from train.main import load_config, main
+from dspark_jax.config_files import load_config
+from train.main import main
 from train.tiny import tiny_target
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "tiny_eagle3.py"

@@ -12,9 +12,9 @@ from rich.console import Console
 
 from benchmarks import drafters, drafters_measure, drafters_plots, drafters_report, drafters_train
 from dspark_jax.config import Config, ConfigError, TargetConfig, drafter_config
+from dspark_jax.config_files import load_config, load_drafters
 from dspark_jax.weights.drafter_files import check_writable, native_format
 from train.loop import Outcome
-from train.main import load_config, load_drafters
 from train.tiny import tiny_target
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
@@ -189,7 +189,7 @@ def test_the_comparison_of_tiny_drafters(
     """Training, decoding, timing and tables for a block drafter and a chain; the second time nothing is done again."""
     config = tmp_path / "config.py"
     config.write_text(
-        "import dataclasses\nfrom pathlib import Path\nfrom train.main import load_config\n"
+        "import dataclasses\nfrom pathlib import Path\nfrom dspark_jax.config_files import load_config\n"
         f"get_config = lambda: load_config(Path({str(CONFIGS / 'tiny.py')!r}))\n"
         "def get_drafters():\n"
         "    plain = dataclasses.replace(get_config(), train=dataclasses.replace(get_config().train, eval_every=0))\n"

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from dspark_jax import Drafter, load_drafter
+from dspark_jax.config_files import load_config
 from dspark_jax.drafters.drafter import frozen_parts
 from dspark_jax.weights.drafter_files import open_drafter
-from train.main import load_config, main
+from train.main import main
 from train.step import init_state
 from train.tiny import tiny_target
 

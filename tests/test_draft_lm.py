@@ -24,6 +24,7 @@ from tiny import (
 
 from dspark_jax import ConfigError, Drafter, SamplingParams, Target, generate, load_drafter, load_target
 from dspark_jax.config import DraftSettings, LossConfig, drafter_config, plain_drafter
+from dspark_jax.config_files import load_config
 from dspark_jax.drafters import lm, registry
 from dspark_jax.drafters.base import Committed, Proposal
 from dspark_jax.kv_cache import LayerCache
@@ -31,7 +32,7 @@ from dspark_jax.sampling import sampling_rows
 from dspark_jax.weights import inspect
 from dspark_jax.weights.drafter_files import open_drafter, write_drafter
 from dspark_jax.weights.language_model import check_tokens
-from train.main import load_config, main
+from train.main import main
 from train.tiny import tiny_target, tiny_tokenizer
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "tiny_lm.py"

@@ -164,6 +164,7 @@ def test_no_prompts_give_no_texts():
         ({"prompts": [[-1]]}, "prompt 0 has ids from -1"),
         ({"prompts": [[1] * 21], "max_new_tokens": NEW}, "with 24 new ones it exceeds the target's context of 44"),
         ({"max_new_tokens": 0}, "max_new_tokens = 0"),
+        ({"batch_size": 0}, "batch_size = 0"),
         ({"verify": "tree"}, "verify = 'tree'"),
         ({"shortlist": -1}, "shortlist = -1"),
         ({"sampling": [SamplingParams()] * 2}, "2 sampling settings for 1 prompts"),

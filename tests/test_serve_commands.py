@@ -110,6 +110,7 @@ def test_bench_offers_algorithm_1(models: list[str], tmp_path: Path, monkeypatch
         (load.main, ["--policies", "off", "threshold:50"], "policy 'threshold:50'"),
         (load.main, ["--temperature", "-1"], "temperature = -1.0"),
         (load.main, ["--limit", "0"], "--limit"),
+        (load.main, ["--seed", "-1"], "--seed -1"),
         (load.main, ["--plots", "/proc/nowhere"], "--plots /proc/nowhere"),
         (calibrate.main, ["--temperature", "-1"], "temperature = -1.0"),
         (calibrate.main, ["--top-p", "0"], "top_p = 0"),

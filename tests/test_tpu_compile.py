@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec
 
 from dspark_jax import hlo
 from dspark_jax.config import ConfigError
+from dspark_jax.config_files import load_config, load_target_shape
 from dspark_jax.slices import CHIPS, bytes_needed, flops
-from train.main import load_config, load_target_shape
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 

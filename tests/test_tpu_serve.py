@@ -54,7 +54,7 @@ def test_chips_are_told_apart():
     ("arguments", "message"),
     [
         (["--target-config", "qwen4_9b", "--topology", "v5e:2x4"], "no such file; known names: qwen3_14b, qwen3_4b"),
-        (["--target-config", "smollm2_135m", "--topology", "v5e:2x4"], "has no get_target"),
+        (["--target-config", "smollm2_135m", "--topology", "v5e:2x4"], "defines no get_target"),
         (["--target-config", "qwen3_8b", "--topology", "v5e:3"], "--topology v5e:3: cannot be described"),
         (
             ["--target-config", "qwen3_8b", "--topology", "v5e:2x4", "--json", "/nowhere/x.json"],
@@ -75,6 +75,14 @@ def test_named_targets_bring_the_papers_drafters():
         assert (drafter.num_drafts, drafter.num_layers, drafter.markov_rank) == (7, 5, 256)
     with pytest.raises(ConfigError, match="no such file"):
         serve_compile.load_models("elsewhere.py")
+
+
+@pytest.mark.parametrize(("text", "message"), [("x = 1", "defines no get_target"), ("def f(:", "invalid syntax")])
+def test_a_target_config_that_is_none_is_refused_by_name(tmp_path: Path, text: str, message: str):
+    path = tmp_path / "wrong.py"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=f"--target-config .*wrong.py: .*{message}"):
+        serve_compile.load_models(str(path))
 
 
 @pytest.mark.tpu_compile

@@ -16,8 +16,8 @@ import optax
 import pytest
 
 from dspark_jax.config import ConfigError, DrafterConfig
+from dspark_jax.config_files import load_config
 from train.checkpoint import Checkpoints, RunFacts, changed_settings, check_drafter, check_target
-from train.main import load_config
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "tiny.py"
 

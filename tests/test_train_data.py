@@ -12,9 +12,9 @@ from array_record.python import array_record_module
 from talks import TOKENIZER, VOCAB, load, own_text, talk, turn, write
 
 from dspark_jax.config import ConfigError, DataSettings, OptimizerSettings, TrainSettings
+from dspark_jax.config_files import load_config
 from train import data, evaluate
 from train.conversations import load_conversations, read_jsonl
-from train.main import load_config
 from train.tiny import tiny_tokenizer
 
 END = 258

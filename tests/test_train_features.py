@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from dspark_jax.config import Config, ConfigError, drafter_config
+from dspark_jax.config_files import load_config
 from dspark_jax.target import cast_params
 from train import data, features, setup
 from train.evaluate import to_batch
-from train.main import load_config
 from train.step import eval_step
 from train.tiny import tiny_target, tiny_tokenizer
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from dspark_jax.config import drafter_config
+from dspark_jax.config_files import load_config
 from train.checkpoint import Checkpoints, RunFacts
-from train.main import load_config
 from train.step import TrainState, init_state
 from train.tiny import tiny_target
 

@@ -15,11 +15,12 @@ import pytest
 
 from dspark_jax import load_drafter
 from dspark_jax.config import ConfigError, drafter_config
+from dspark_jax.config_files import load_config
 from dspark_jax.weights.drafter_files import read_drafter
 from dspark_jax.weights.fingerprint import weights_hash
 from train import data, evaluate, hosts, loop, setup
 from train.checkpoint import Checkpoints, RunFacts
-from train.main import load_config, main
+from train.main import main
 from train.report import Report
 from train.step import TrainState, eval_step, init_state, train_step
 from train.tiny import tiny_target
@@ -192,7 +193,8 @@ def test_a_finished_run_that_is_resumed_has_nothing_to_do(straight: Path, capsys
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--train.nonsense", "3"], ["--train.max-steps", "many"], ["--train.max-steps", "0"]]
+    "arguments",
+    [["--train.nonsense", "3"], ["--train.max-steps", "many"], ["--train.max-steps", "0"], ["--train.seed", "-1"]],
 )
 def test_options_that_do_not_exist_or_fit_exit_with_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from dspark_jax.config import OptimizerSettings
+from dspark_jax.config_files import load_config
 from dspark_jax.losses import Shares
 from train import data, setup
 from train.evaluate import to_batch
-from train.main import load_config
 from train.objective import Batch, StepModels, supervised_slots
 from train.step import init_state, learning_rate_schedule, loss_and_gradients, train_step
 

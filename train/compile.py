@@ -27,18 +27,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import tyro
 from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
 from dspark_jax import sharding, slices
 from dspark_jax.config import Config, ConfigError, TargetConfig, drafter_config
+from dspark_jax.config_files import load_target_shape
 from dspark_jax.drafters.base import Frozen
 from dspark_jax.hlo import Traffic, traffic
 from dspark_jax.slices import CHIPS, Chip
 from dspark_jax.target import head_table
-from train.main import load_config, load_target_shape
+from train import options
 from train.objective import Batch, StepModels, StepWeights, target_shapes
 from train.step import TrainState, init_state, jitted_eval, jitted_step, state_shardings
 
@@ -204,7 +204,7 @@ def show(proof: Proof, config: Config, topology: str, console: Console) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """Compiles a run's training step for a TPU topology."""
+    """Compiles a run's training step for a TPU topology. With --config given, --help lists every setting of it too."""
 
     config: Path
     """Python file with get_config() -> Config and get_target() -> TargetConfig."""
@@ -214,8 +214,7 @@ class Command:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     try:
-        command, settings = tyro.cli(Command, args=arguments, prog="train.compile", return_unknown_args=True)
-        config: Config = tyro.cli(Config, args=settings, default=load_config(command.config), prog="train.compile")
+        command, config = options.parse(Command, arguments, "train.compile")
         proof = prove(config, load_target_shape(command.config), command.topology)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -28,16 +28,16 @@ import ml_dtypes
 import numpy as np
 import safetensors
 import safetensors.numpy
-import tyro
 from array_record.python import array_record_module  # pyright: ignore[reportAttributeAccessIssue]
 from jax.sharding import Mesh
 from rich.progress import track
 
 from dspark_jax import sharding
-from dspark_jax.config import Config, ConfigError, DrafterConfig
+from dspark_jax.config import ConfigError, DrafterConfig
 from dspark_jax.generate import bucket
 from dspark_jax.target import Target
 from dspark_jax.weights.fingerprint import weights_hash
+from train import options
 from train.conversations import Record
 from train.objective import StepModels, TargetFeatures, target_features
 
@@ -275,7 +275,7 @@ def _array(part: dict[str, Any]) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """Caches target features of a run's conversations."""
+    """Caches target features of a run's conversations. With --config given, --help lists every setting of it too."""
 
     config: Path
     """Python file with get_config() -> Config."""
@@ -290,13 +290,13 @@ class Command:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     from train import hosts, setup
-    from train.main import load_config
 
     try:
         if hosts.several():
             raise ConfigError("train.features runs as one process; unset the variables that make it one of several")
-        command, settings = tyro.cli(Command, args=arguments, prog="train.features", return_unknown_args=True)
-        config: Config = tyro.cli(Config, args=settings, default=load_config(command.config), prog="train.features")
+        command, config = options.parse(Command, arguments, "train.features")
+        if command.out.is_file():
+            raise ConfigError(f"--out {command.out}: is a file; name a folder")
         run = setup.build(dataclasses.replace(config, data=dataclasses.replace(config.data, features="")), None)
         records = run.conversations.records
         manifest = open_manifest(run.target, run.drafter, command.dtype, command.out)
