@@ -81,7 +81,7 @@ class LossConfig:
         require(0 <= self.dpace < 1, f"loss dpace = {self.dpace}: expected 0 (off) or a number below 1")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DraftSettings(dflash2.Settings, dspark.Settings):
     """The drafter of a training run; what is not named here is the target's own (see `drafter_config`).
 

@@ -123,8 +123,8 @@ class Engine:
         tokens_S[: len(tokens)] = tokens
         page_row_P = np.full(self.config.pages_per_request, self.config.pages, np.int32)
         page_row_P[: len(pages)] = pages
-        request = jax.device_put(_new_request(slot, seed, sampling, page_row_P), self._whole)
-        chunk = jax.device_put((tokens_S, np.int32(start), np.int32(len(tokens))), self._whole)
+        request = self.whole(_new_request(slot, seed, sampling, page_row_P))
+        chunk = self.whole((tokens_S, np.int32(start), np.int32(len(tokens))))
         self.state, output = self._program("prefill", size)(self.weights, self.state, *chunk, request)
         return output
 
@@ -157,6 +157,10 @@ class Engine:
         """The requests bucket of a round of so many requests."""
         return min(r for r in self.request_buckets if r >= requests)
 
+    def whole(self, arrays: Any) -> Any:
+        """On the device, or whole on every device of the mesh."""
+        return jax.device_put(arrays, self._whole)
+
     def knobs(
         self, by_survival: bool = True, threshold: float = 0.0, longest: int | None = None,
         prior_G: np.ndarray | None = None,
@@ -167,9 +171,7 @@ class Engine:
         if key not in self._on_device:
             scalars = np.bool_(by_survival), np.float32(threshold), np.int32(longest or self.num_drafts)
             arrays = Knobs(*scalars, self.temperatures_G, prior)  # type: ignore[arg-type]  (on their way to the device)
-            self._on_device = {k: v for k, v in self._on_device.items() if k[0] != "knobs"} | {
-                key: jax.device_put(arrays, self._whole)
-            }
+            self._on_device = {k: v for k, v in self._on_device.items() if k[0] != "knobs"} | {key: self.whole(arrays)}
         return self._on_device[key]
 
     def _slots(self, slots: Sequence[int]) -> jax.Array:
@@ -179,9 +181,7 @@ class Engine:
         if key not in self._on_device:
             filled = np.full(size, self.config.max_requests, np.int32)
             filled[: len(slots)] = slots
-            self._on_device = {k: v for k, v in self._on_device.items() if k[0] != "slots"} | {
-                key: jax.device_put(filled, self._whole)
-            }
+            self._on_device = {k: v for k, v in self._on_device.items() if k[0] != "slots"} | {key: self.whole(filled)}
         return self._on_device[key]
 
 

@@ -242,7 +242,9 @@ def verify(
 
     verdict = jax.lax.cond(jnp.any(jnp.asarray(view.sampling.temperature_R) > 0), sampled, greedy)
     finite_T = jnp.isfinite(jnp.max(logits_TV, axis=-1))
-    bad_R = jnp.any((packing.index_RS < num_tokens) & ~finite_T[index_RS], axis=1)
+    # Rows behind the first draft that fell are nobody's: plain decoding would not have computed them.
+    seen_RS = jnp.arange(index_RS.shape[1])[None, :] <= verdict.accepted_R[:, None]
+    bad_R = jnp.any((packing.index_RS < num_tokens) & seen_RS & ~finite_T[index_RS], axis=1)
     slots = _advance(state.slots, slot_R, verdict, bad_R)
     output = Output(
         sample.tokens_RG, lengths_R, verdict.accepted_R, verdict.next_token_R, bad_R, drafted.logit_RG,
@@ -369,7 +371,9 @@ def prefill(
     logits_1V = _logits(models, weights, jax.lax.dynamic_index_in_dim(hidden_SD, count - 1, axis=0, keepdims=True))
     key_1 = jax.random.fold_in(jax.random.wrap_key_data(request.key_2), 0)[None]
     next_1 = _draw(logits_1V, key_1, request.sampling_1)
-    bad_1 = ~jnp.isfinite(jnp.max(logits_1V, axis=-1))
+    # What the cache stores of a row that is not finite is finite: nobody behind it would notice.
+    lost_S = inside_S & ~jnp.all(jnp.isfinite(hidden_SD), axis=-1)
+    bad_1 = ~jnp.isfinite(jnp.max(logits_1V, axis=-1)) | jnp.any(lost_S)
     old, slot = state.slots, request.slot
     slots = Slots(
         old.length_N.at[slot].set(start + count),

@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -67,7 +67,8 @@ class Totals:
 
 
 class Server:
-    """Requests in, texts out. `on_token(text, tokens)` hears of tokens as they are read."""
+    """Requests in, texts out. `on_token(text, tokens)` hears of tokens as they are read. What it raises comes out of
+    `step`, once everybody has heard of that round."""
 
     def __init__(
         self,
@@ -80,6 +81,12 @@ class Server:
         spec = parse(policy, engine.num_drafts)
         if spec.kind in ("scheduled", "sync") and curves is None:
             raise ConfigError(f"policy {policy!r} needs the machine's step times: profile the engine first")
+        drafter = engine.models.drafter
+        if spec.kind in ("threshold", "sync") and drafter is not None and not drafter.confidence_head:
+            raise ConfigError(
+                f"policy {policy!r} goes by confidences, and this drafter has no confidence head: use scheduled or"
+                " fixed:K"
+            )
         halves = [key for key in engine.program_keys(sync=True) if key[0] in ("draft", "verify")]
         if spec.kind == "sync" and not engine.has(halves):
             raise ConfigError(
@@ -187,7 +194,7 @@ class Server:
         assert self.curves is not None
         curve = self.curves.steps_per_second(bucket, self.engine.num_drafts, sampled, active=len(slots))
         knobs, started = self.engine.knobs(prior_G=self.policy.prior_G), self.clock()
-        drafted, lengths_R = self.engine.draft(slots, knobs, jax.device_put(curve))
+        drafted, lengths_R = self.engine.draft(slots, knobs, self.engine.whole(curve))
         total = int(np.sum(jax.device_get(lengths_R))) + len(slots)
         tokens = min(t for t in self.engine.token_buckets[bucket] if t >= total)
         output = self.engine.verify(slots, tokens, drafted, lengths_R)
@@ -233,10 +240,19 @@ class Server:
                 self.policy.forget(text.number)
         if ticket.drafted:
             self._check_calibration()
-        # Last of all, since a listener may raise: by then no text lacks its tokens.
+        self._tell(heard)
+
+    def _tell(self, heard: Sequence[tuple[Text, list[int]]]) -> None:
+        """Last of all, since a listener may raise: by then no text lacks its tokens, and all others are told theirs."""
+        failed: list[Exception] = []
         for text, added in heard:
             if added and self.on_token:
-                self.on_token(text, added)
+                try:
+                    self.on_token(text, added)
+                except Exception as error:
+                    failed.append(error)
+        if failed:
+            raise failed[0]
 
     def _check_calibration(self) -> None:
         """Warns, once, when the confidences of a head no longer say what the target accepts."""

@@ -327,12 +327,13 @@ def test_impossible_heads_are_refused_by_name(changes: dict[str, Any], message: 
 
 
 def test_settings_of_a_run_fill_in_what_is_usual() -> None:
-    made = drafter_config(DraftSettings(3, target_layer_ids=(0,), markov_head_type="kda", cell_size=32), TARGET.config)
+    settings = functools.partial(DraftSettings, mask_token_id=3, target_layer_ids=(0,))
+    made = drafter_config(settings(markov_head_type="kda", cell_size=32), TARGET.config)
     assert (made.markov_head_type, made.cell_heads, made.cell_size, made.hash_rows) == ("kda", 4, 32, 0)
-    made = drafter_config(DraftSettings(3, target_layer_ids=(0,), markov_head_type="domino"), TARGET.config)
+    made = drafter_config(settings(markov_head_type="domino"), TARGET.config)
     assert (made.pure_draft_prefix_len, made.cell_size, made.confidence_with_markov) == (1, 1024, False)
     with pytest.raises(ConfigError, match="hash_rows = 99: a kda head does not read it"):
-        drafter_config(DraftSettings(3, target_layer_ids=(0,), markov_head_type="kda", hash_rows=99), TARGET.config)
+        drafter_config(settings(markov_head_type="kda", hash_rows=99), TARGET.config)
 
 
 def test_every_parameter_is_in_the_sharding_table(name: str) -> None:

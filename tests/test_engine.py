@@ -34,6 +34,14 @@ def engine(verify: str = "token", shortlist: int = 16) -> Engine:
     return made
 
 
+@functools.cache
+def of_one() -> Engine:
+    """For one request at a time."""
+    made = Engine(TARGET, DRAFTER, dataclasses.replace(SMALL, max_requests=1, request_sizes=(1,)))
+    made.compile()
+    return made
+
+
 def curves(flat: float = 1e-3, rise: float = 1e-6) -> Curves:
     """Time flat + rise * tokens, greedy and sampled alike; by default drafts cost next to nothing."""
     made = engine()
@@ -121,6 +129,14 @@ def test_a_text_does_not_depend_on_its_neighbours():
         together = [t.tokens for t in serve(policy, requests)]
         alone = [serve(policy, [request])[0].tokens for request in requests]
         assert together == alone
+        # In a smaller round too, whose dots may go another way.
+        single = []
+        for request in requests:
+            server = Server(of_one(), policy, None)
+            text = server.submit(request)
+            server.run()
+            single.append(text.tokens)
+        assert together == single
 
 
 def test_nothing_is_transferred_unasked_and_unknown_shapes_are_refused():
@@ -180,10 +196,22 @@ def test_a_row_with_nan_ends_alone_with_an_error():
     for text, whole in zip(texts, plain_texts(4, 12), strict=True):
         if text is not victim:
             assert text.tokens == whole and text.reason == "length"
-    # Its pages serve the next request as if nothing had been.
-    again = server.submit(Request(prompts(4)[0], 12))
+    # Its pages serve the next requests, which take all that there are, as if nothing had been.
+    pages, long = set(victim.pages), [tuple(random_tokens(i, 20).tolist()) for i in range(4)]
+    again = [server.submit(Request(p, 30)) for p in long]
+    server.step()
+    assert pages <= {page for text in again for page in text.pages}
     server.run()
-    assert again.tokens == plain_texts(4, 12)[0]
+    assert [text.tokens for text in again] == [g.tokens for g in generate(TARGET, None, [list(p) for p in long], 30)]
+
+
+def test_policies_that_go_by_confidences_ask_for_them():
+    config = dataclasses.replace(DRAFTER.config, confidence_head=False, confidence_with_markov=False)
+    params = {name: part for name, part in DRAFTER.params.items() if name != "confidence_head"}
+    made = Engine(TARGET, dataclasses.replace(DRAFTER, config=config, params=params), SMALL)
+    for policy in ("threshold:0.5", "scheduled:sync"):
+        with pytest.raises(ConfigError, match="this drafter has no confidence head"):
+            Server(made, policy, curves())
 
 
 def test_requests_come_leave_and_are_cancelled_at_any_time():
@@ -258,7 +286,10 @@ def test_no_round_goes_past_what_its_request_reserved(monkeypatch: pytest.Monkey
 
 
 def test_a_listener_that_raises_costs_no_text_its_tokens():
+    heard: dict[int, list[int]] = {}
+
     def listen(text: Text, tokens: list[int]) -> None:
+        heard.setdefault(text.number, []).extend(tokens)
         if text.number == 0:
             raise RuntimeError("the client went away")
 
@@ -270,6 +301,7 @@ def test_a_listener_that_raises_costs_no_text_its_tokens():
         except RuntimeError:
             failed += 1
     assert failed and [text.tokens for text in texts] == plain_texts(7, 12)
+    assert heard == {text.number: text.tokens for text in texts}
 
 
 def test_places_that_no_request_has_do_not_sample():

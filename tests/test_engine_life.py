@@ -94,16 +94,6 @@ def test_few_pages_make_requests_wait_not_fail():
     assert [text.tokens for text in texts] == plain_texts(8, NEW)
 
 
-def test_a_listener_hears_every_token_once_and_in_order():
-    made = Engine(TARGET, None, SMALL)
-    made.compile([("prefill", 16), ("plain", 4)])
-    heard: dict[int, list[int]] = {}
-    server = Server(made, "off", on_token=lambda text, tokens: heard.setdefault(text.number, []).extend(tokens))
-    texts = [server.submit(Request(p, NEW)) for p in prompts(8)]
-    server.run()
-    assert {text.number: text.tokens for text in texts} == heard
-
-
 @pytest.mark.slow
 def test_opaque_identifiers_are_copied_alike_at_concurrency_12(smollm2_path):
     """40 identifiers, which a model copies token by token: one wrong neighbour's token would show at once."""
